@@ -14,9 +14,14 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.support.checkpoints import FAMILIES
 from tests.support.engine_client import run_questions
-from tests.support.families import ADAPTERS, VIDEO_FAMILIES, Family
+from tests.support.families import (
+    ADAPTERS,
+    FAMILY_NAMES,
+    VIDEO_FAMILIES,
+    Family,
+    OracleFamily,
+)
 from tests.support.modes import drive
 from tests.support.oracle import NEAR_TIE
 from vlora.config import Options
@@ -36,14 +41,7 @@ CLIPS = (2, 8)
 """Questions about a clip. The second clip begins with the first two frames of the first."""
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
-def family(
-    request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Family:
-    return Family(request.param, checkpoint, tmp_path_factory.mktemp(request.param))
-
-
-def questions(family: Family) -> list[tuple[str, list[DecodedImage], str | None]]:
+def questions(family: OracleFamily) -> list[tuple[str, list[DecodedImage], str | None]]:
     """Return prompts with their images, of sizes that make different numbers of tokens.
 
     The first and the last prompt with three pictures have a clip, the others independent images.
@@ -69,7 +67,8 @@ def questions(family: Family) -> list[tuple[str, list[DecodedImage], str | None]
 
 
 @pytest.mark.parametrize("mode", ["unmerged", "mixed", "preempted"])
-def test_answers_equal_those_of_the_stock_model(family: Family, mode: str) -> None:
+@pytest.mark.parametrize("family", FAMILY_NAMES, indirect=True)
+def test_answers_equal_those_of_the_oracle(family: OracleFamily, mode: str) -> None:
     asked = questions(family)
     features = [
         ImageFeatures(encoded.features, encoded.layout)
@@ -151,17 +150,11 @@ def test_a_clip_is_what_the_stock_model_makes_of_a_video(
     (encoded,) = family.service.run([images])
     assert int(encoded.layout[:, 5].sum()) == frames
     engine = Engine(Options(model=family.checkpoint, adapters=family.adapters))
-    for adapter in (None, ADAPTERS[0]):
-        params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
-        features = ImageFeatures(encoded.features, encoded.layout)
-        request = Request("r", prompt, params, adapter=adapter, images=features)
-        engine.add(engine.prepare(request), arrival=0.0)
-        answer: list[int] = []
-        while not engine.idle:
-            for output in engine.step():
-                assert output.error is None
-                answer += output.token_ids
-        assert family.gap(prompt, images, adapter, answer) <= NEAR_TIE
+    features = ImageFeatures(encoded.features, encoded.layout)
+    asked = [(prompt, images, adapter) for adapter in (None, ADAPTERS[0])]
+    answers, _ = run_questions(engine, asked, [features] * 2, MAX_TOKENS)
+    for number, (*question, adapter) in enumerate(asked):
+        assert family.gap(*question, adapter, answers[str(number)]) <= NEAR_TIE
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True)

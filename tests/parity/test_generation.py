@@ -134,6 +134,8 @@ def test_peft_answers_as_the_run_evaluated(checkpoint: Path, data: Path, outcome
 def test_the_report_names_every_item_and_its_promise(data: Path, outcome: Outcome) -> None:
     report = as_json(outcome)
     assert set(report["items"]) == {"colours", "red", "never"}
+    sizes = [len(items) for items in report["adapters"].values()]
+    assert report["items_per_adapter"] == round(sum(sizes) / len(sizes), 2) >= 1
     for name, item in report["items"].items():
         assert item["kept"] == (item["reached"] is not None and item["reached"] >= item["required"])
         assert item["kept"] == (name not in outcome.missed)

@@ -14,8 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoints import FAMILIES
-from tests.support.families import ADAPTERS, VISION_ADAPTERS, Family, FirstQwenVL
+from tests.support.families import (
+    ADAPTERS,
+    FAMILY_NAMES,
+    VISION_ADAPTERS,
+    OracleFamily,
+    make_family,
+)
 from tests.support.served_family import (
     INVOCATION,
     MAX_TOKENS,
@@ -47,23 +52,17 @@ USED_FOR_PAIRS = (BOTH, TOWER, None, BOTH, BOTH, CONNECTOR, BOTH, FIRST, BOTH, B
 questions use the first adapter, and a step with one question of each kind merges none."""
 
 
-@pytest.fixture(scope="module", params=["qwen_vl", *sorted(FAMILIES)])
+@pytest.fixture(scope="module", params=FAMILY_NAMES)
 def family(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Family | FirstQwenVL:
-    folder = tmp_path_factory.mktemp(request.param)
-    made: Family | FirstQwenVL
-    made = (
-        FirstQwenVL(folder)
-        if request.param == "qwen_vl"
-        else Family(request.param, checkpoint, folder)
-    )
+) -> OracleFamily:
+    made = make_family(request.param, checkpoint, tmp_path_factory.mktemp(request.param))
     made.add_vision_adapters()
     return made
 
 
 @pytest.fixture(scope="module")
-def kinds(family: Family | FirstQwenVL) -> tuple[str, ...]:
+def kinds(family: OracleFamily) -> tuple[str, ...]:
     """Return the names of further adapters of the family."""
     return add_kinds(family)
 
@@ -75,7 +74,7 @@ def questions() -> list[Question]:
 
 @pytest.fixture(scope="module")
 def served(
-    family: Family | FirstQwenVL,
+    family: OracleFamily,
     kinds: tuple[str, ...],
     questions: list[Question],
     tmp_path_factory: pytest.TempPathFactory,

@@ -161,8 +161,6 @@ def test_vllms_key_tokenizer_must_equal_model() -> None:
         ("limits", [1]),
         ("model", ""),
         ("dtype", "float8"),
-        ("quantization", "awq"),
-        ("quantization", 8),
         ("quantization_group_size", 48),
         ("engine_threads", 0),
         ("encoder_threads", "all"),

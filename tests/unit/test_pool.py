@@ -134,23 +134,6 @@ TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
 
 
-def test_keys_and_values_move_for_an_adapter_that_needs_contiguous_pages() -> None:
-    pool = PagePool(8)
-    tables = [BlockTable(pool, 1) for _ in range(8)]
-    for table in tables:
-        assert table.grow(1)
-    for table in tables[::2]:
-        table.clear()  # Every other page is free.
-    pool.movers.append(lambda moves: [table.relocate(moves) for table in tables])  # type: ignore[arg-type, func-returns-value]
-    run = pool.allocate_run(4)
-    assert run is not None
-    assert pool.pages_moved == 2
-    blocks = {page for table in tables for page in table.pages}
-    assert len(blocks) == 4
-    assert blocks.isdisjoint(run.pages)
-    pool.check_integrity()
-
-
 def test_the_least_recently_used_is_evicted_first_but_for_blocks_of_an_evicted_adapter() -> None:
     pool = PagePool(6)
     prefix, idle = PrefixCache(pool), IdleAdapters(pool)

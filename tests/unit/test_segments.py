@@ -28,15 +28,6 @@ def test_each_row_adds_its_own_adapter_and_subtracts_the_live_one(
         assert signs == own | out
 
 
-def test_contiguous_runs_of_one_adapter_become_one_segment() -> None:
-    assert signed_segments([(2, 1), (2, 3), (0, 1)]) == (Segment(0, 4, 2), Segment(4, 1, 0))
-
-
-def test_base_rows_need_no_segment_unless_an_adapter_is_live() -> None:
-    assert signed_segments([(BASE, 5)]) == ()
-    assert signed_segments([(BASE, 5)], live=1) == (Segment(0, 5, 1, -1),)
-
-
 @given(rows=st.lists(st.tuples(slots, st.integers(1, 9))), live=slots)
 def test_in_order_each_adapter_is_one_segment_and_the_live_one_is_subtracted_once(
     rows: list[tuple[int, int]], live: int
