@@ -46,11 +46,6 @@ class StepPlan:
         return [Part(c.slot, len(c.tokens), c.start, c.completes) for c in self.chunks]
 
     @property
-    def sampled(self) -> list[Chunk]:
-        """The chunks for which a token is drawn, in the order of their rows of logits."""
-        return [chunk for chunk in self.chunks if chunk.completes and not chunk.use_head]
-
-    @property
     def rows(self) -> int:
         return sum(chunk.length for chunk in self.chunks)
 
