@@ -12,6 +12,7 @@ from tests.support.polling import until
 from vlora.errors import Internal, InvalidArgument
 from vlora.metrics import EncoderCounters
 from vlora.vision import features
+from vlora.vision.encoder import PreparedImage
 from vlora.vision.features import EncoderService, FeatureCache
 from vlora.vision.images import DecodedImage
 
@@ -28,8 +29,7 @@ class FakeEncoder:
     """
 
     hidden = HIDDEN
-    grid = staticmethod(lambda image: (2, 2))
-    with_views = staticmethod(lambda images: images)
+    prepare = staticmethod(lambda images: [PreparedImage(image, (2, 2)) for image in images])
 
     def __init__(self, tower_digest="tower", failures=()):
         self.tower_digest = tower_digest
