@@ -1,6 +1,6 @@
 """Memory of adapters: host copies, slots of the operator, and pages of the pool.
 
-This module belongs to the engine's thread, except for `AdapterTiers.write` and `Residents.by_slot`.
+This module belongs to the engine's thread, except for `Slots.pack` and `Residents.by_slot`.
 `memory/pool.py` describes the order of eviction.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ from vlora.errors import InvalidArgument
 from vlora.ids import BASE, MatrixId
 from vlora.memory.pool import PageMemory, PagePool, Run, UseOrder
 from vlora.metrics import TierCounters
+
+# Runs a job, and then passes its result to a function on the engine's thread.
+RunJob = Callable[[Callable[[], None], Callable[[None], None]], None]
 
 
 class HostTier:
@@ -351,10 +355,23 @@ class AdapterTiers:
         self.host.add(handle, adapter)
         self.count(host_evictions=evicted)
 
-    def reserve(self, handle: AdapterHandle, kv_pages: int = 0) -> bool:
-        """Assign a slot and pages to an adapter in memory, so that it can be packed. Return False
-        if the pool has too few pages for it and for `kv_pages` pages of keys and values.
+    def pack(self, handle: AdapterHandle, run_job: RunJob, kv_pages: int = 0) -> bool:
+        """Begin to pack an adapter in memory into a slot and pages, which are its own from now on.
+
+        run_job: runs its first argument, which writes the packed copies, on any thread, and then
+            calls its second argument on the engine's thread. After an error, call `undo` or `fail`.
+
+        Returns False if the pool has too few pages for the adapter and for `kv_pages` pages of keys
+        and values.
         """
+        if not self._reserve(handle, kv_pages):
+            return False
+        assert handle.slot is not None
+        assert handle.run is not None
+        run_job(partial(self._write, handle.slot, handle.run), lambda _: self._packed(handle))
+        return True
+
+    def _reserve(self, handle: AdapterHandle, kv_pages: int) -> bool:
         assert handle.adapter is not None
         pages = self.pages_of(handle)
         if not self.pool.can_allocate_run(pages, kv_pages):
@@ -370,12 +387,10 @@ class AdapterTiers:
         handle.slot, handle.run = self.slots.take(handle.adapter), run
         return True
 
-    def write(self, slot: int, run: Run) -> None:
-        """Write the packed copies of a reserved slot, on any thread."""
+    def _write(self, slot: int, run: Run) -> None:
         self.slots.pack(slot, self.memory.address(run.first), run.count * self.memory.page_bytes)
 
-    def packed(self, handle: AdapterHandle) -> None:
-        """Make an adapter resident whose packed copies have been written."""
+    def _packed(self, handle: AdapterHandle) -> None:
         handle.enter(AdapterState.RESIDENT)
         self.residents.add(handle)
         self.count(packs=1)
