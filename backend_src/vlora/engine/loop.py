@@ -277,6 +277,8 @@ class EngineLoop:
             self._fail("the response thread")
         reason = self._shutdown_reason()
         for entry in self.table:
+            if self._failed:  # Nobody else ends a request that waits for a thread of its service.
+                self.table.end_waiting(entry, reason)
             self._answer(Output(entry.id, error=reason))
         if self._failed:
             self._end_process(FATAL_EXIT)
