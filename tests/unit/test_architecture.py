@@ -18,6 +18,7 @@ MODELS = sorted(REPOSITORY.glob("*/1/model.py"))
 LAYERS = [
     {
         "atomic_file",
+        "draining",
         "errors",
         "fork_server",
         "ids",
@@ -25,6 +26,7 @@ LAYERS = [
         "native",
         "openmp_env",
         "paths",
+        "server_run",
         "strict_json",
     },
     {"config", "cores", "live_requests", "net", "request", "sampling", "structured"},
@@ -33,11 +35,13 @@ LAYERS = [
     {"adapters"},
     {"model"},
     {"engine", "vision", "offline"},
-    {"generation", "launcher"},
-    {"gateway", "serving"},
+    {"gateway", "generation", "launcher", "serving"},
     {"cli"},
 ]
 """Lowest first; a module may import from its own layer and those below."""
+
+WINGS = LAYERS[-2]
+"""Programs of their own. They do not import each other, but share modules of lower layers."""
 
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
@@ -120,6 +124,17 @@ def test_imports_point_downward_only() -> None:
             if name.startswith("vlora.") and LEVEL[name.split(".")[1]] > LEVEL[here]:
                 upward.append(f"{path.relative_to(ROOT)} imports {name}")
     assert upward == []
+
+
+def test_no_wing_imports_another_one() -> None:
+    leaning = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for wing in sorted(WINGS)
+        for path in (ROOT / wing).rglob("*.py")
+        for name in imports_of(path)
+        if name.split(".")[0] == "vlora" and set(name.split(".")[1:2]) & WINGS - {wing}
+    ]
+    assert leaning == []
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from vlora.errors import ServerError
-from vlora.launcher.run_folder import shared_memory_prefix
 from vlora.net import check_host, choose_ports, closing_arguments, listen_arguments, reachable_host
+from vlora.server_run import shared_memory_prefix
 
 ALL = "model-repository,trace,logging"
 

@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from tests.support.polling import until
-from vlora.launcher import draining
+from vlora import draining
 from vlora.launcher.processes import is_alive
-from vlora.launcher.run_folder import RUN_VARIABLE
+from vlora.server_run import RUN_VARIABLE
 from vlora.serving.model_process import Lifeline
 
 

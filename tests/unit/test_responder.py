@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from vlora.errors import BY_CODE, Internal, NotFound, VLoraError
-from vlora.serving.responder import as_vlora_error, from_message, to_message
+from vlora.errors import BY_CODE, Internal, NotFound, VLoraError, from_message
+from vlora.serving.responder import as_vlora_error, to_message
 
 
 @pytest.mark.parametrize("kind", BY_CODE.values())

@@ -18,19 +18,14 @@ import psutil
 import pytest
 
 from tests.support.polling import until
-from vlora import net
+from vlora import draining, net
 from vlora.errors import ServerError
-from vlora.launcher import draining
 from vlora.launcher.guard import guarded
 from vlora.launcher.processes import children, end, ended_with, how_it_ended, is_alive
-from vlora.launcher.run_folder import (
-    RUN_VARIABLE,
-    SHARED_MEMORY,
-    run_folder,
-    shared_memory_prefix,
-)
+from vlora.launcher.run_folder import run_folder
 from vlora.launcher.server import TritonServer
 from vlora.net import choose_ports
+from vlora.server_run import RUN_VARIABLE, SHARED_MEMORY, shared_memory_prefix
 
 SOURCE = Path(__file__).resolve().parents[2] / "backend_src"
 SLEEP = "import time; time.sleep(60)"
@@ -229,7 +224,8 @@ import os, signal, subprocess, sys
 from contextlib import nullcontext
 from pathlib import Path
 from vlora.launcher.guard import guarded
-from vlora.launcher.run_folder import run_folder, shared_memory_prefix
+from vlora.launcher.run_folder import run_folder
+from vlora.server_run import shared_memory_prefix
 guard = guarded if sys.argv[3] == "guarded" else nullcontext
 with run_folder(Path(sys.argv[1])) as folder, guard(folder):
     region = shared_memory_prefix(folder) + "region"
