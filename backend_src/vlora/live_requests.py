@@ -239,7 +239,7 @@ class RequestTable:
     def cancel_client(self, client_id: str, reason: VLoraError) -> None:
         """Cancel the requests with a client's id, unless it is too short to be unique."""
         if len(client_id) >= MIN_STOPPABLE_ID:
-            for request in self._of_client(client_id):
+            for request in self.requests_to_cancel(client_id):
                 self.cancel(request, reason)
 
     def requests_to_cancel(self, client_id: str) -> list[LiveRequest]:
@@ -249,14 +249,10 @@ class RequestTable:
         cancelled.
         """
         with self.changed:
-            found = self._of_client(client_id)
+            found = list(self._by_client_id.get(client_id, ()))
             if not found:
                 self._early_cancels.add(client_id)
             return found
-
-    def _of_client(self, client_id: str) -> list[LiveRequest]:
-        with self.changed:
-            return list(self._by_client_id.get(client_id, ()))
 
 
 class EarlyCancels:

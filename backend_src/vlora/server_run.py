@@ -16,9 +16,7 @@ def shared_memory_prefix(folder: Path) -> str:
     return f"triton_python_backend_shm_region_vlora_{folder.name}_"
 
 
-def release_shared_memory(folder: Path) -> int:
-    """Unlink the run's shared memory, which must not be in use; return the number of files."""
-    regions = list(SHARED_MEMORY.glob(f"{shared_memory_prefix(folder)}*"))
-    for region in regions:
+def release_shared_memory(folder: Path) -> None:
+    """Unlink the run's shared memory, which must not be in use."""
+    for region in list(SHARED_MEMORY.glob(f"{shared_memory_prefix(folder)}*")):
         region.unlink(missing_ok=True)
-    return len(regions)

@@ -27,7 +27,7 @@ from vlora.memory.pool import PageMemory, PagePool, Run, UseOrder
 from vlora.metrics import TierCounters
 
 # Runs a job, and then passes its result to a function on the engine's thread.
-RunJob = Callable[[Callable[[], None], Callable[[None], None]], None]
+SubmitJob = Callable[[Callable[[], None], Callable[[None], None]], None]
 
 
 class HostTier:
@@ -355,23 +355,15 @@ class AdapterTiers:
         self.host.add(handle, adapter)
         self.count(host_evictions=evicted)
 
-    def pack(self, handle: AdapterHandle, run_job: RunJob, kv_pages: int = 0) -> bool:
+    def pack(self, handle: AdapterHandle, submit: SubmitJob, kv_pages: int = 0) -> bool:
         """Begin to pack an adapter in memory into a slot and pages, which are its own from now on.
 
-        run_job: runs its first argument, which writes the packed copies, on any thread, and then
+        submit: runs its first argument, which writes the packed copies, on any thread, and then
             calls its second argument on the engine's thread. After an error, call `undo` or `fail`.
 
         Returns False if the pool has too few pages for the adapter and for `kv_pages` pages of keys
         and values.
         """
-        if not self._reserve(handle, kv_pages):
-            return False
-        assert handle.slot is not None
-        assert handle.run is not None
-        run_job(partial(self._write, handle.slot, handle.run), lambda _: self._packed(handle))
-        return True
-
-    def _reserve(self, handle: AdapterHandle, kv_pages: int) -> bool:
         assert handle.adapter is not None
         pages = self.pages_of(handle)
         if not self.pool.can_allocate_run(pages, kv_pages):
@@ -384,11 +376,11 @@ class AdapterTiers:
         if run is None:
             return False
         handle.enter(AdapterState.PACKING)
-        handle.slot, handle.run = self.slots.take(handle.adapter), run
+        slot = self.slots.take(handle.adapter)
+        handle.slot, handle.run = slot, run
+        address, size = self.memory.address(run.first), run.count * self.memory.page_bytes
+        submit(partial(self.slots.pack, slot, address, size), lambda _: self._packed(handle))
         return True
-
-    def _write(self, slot: int, run: Run) -> None:
-        self.slots.pack(slot, self.memory.address(run.first), run.count * self.memory.page_bytes)
 
     def _packed(self, handle: AdapterHandle) -> None:
         handle.enter(AdapterState.RESIDENT)

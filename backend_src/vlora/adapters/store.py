@@ -337,7 +337,7 @@ class AdapterStore:
     def _pack(self, handle: AdapterHandle, running: int = 0, *, between_steps: bool) -> bool:
         failed = partial(self._fail, handle)
 
-        def run_job(job: Callable[[], None], done: Callable[[None], None]) -> None:
+        def submit(job: Callable[[], None], done: Callable[[None], None]) -> None:
             if not between_steps:
                 self.workers.submit(self.workers.packer, job, done, failed)
                 return
@@ -348,7 +348,7 @@ class AdapterStore:
             else:
                 done(None)
 
-        return self.tiers.pack(handle, run_job, running)
+        return self.tiers.pack(handle, submit, running)
 
     def _fail(self, handle: AdapterHandle, error: BaseException) -> None:
         transient = is_transient(error)

@@ -196,18 +196,15 @@ class StepRows:
 
         Returns the row of each request, in order, or None if it is held until its mask arrives.
         """
-        self._draw(logits)
-        self._held.wait_for(self._states)
-        drawn = zip(self._states, self._drawn(), strict=True)
-        return [None if self._held.hold(state, row) else row for state, row in drawn]
-
-    def _draw(self, logits: torch.Tensor) -> None:
-        """Start to draw all tokens. On a GPU, the device draws them during the wait for masks."""
         self._logits = logits
         columns = list(ops.argmax(logits))
         if self._early:
             columns.append(draw_placed(logits, self._parameters))
+        # On a GPU, tokens are drawn during the wait for masks.
         self._readback = self._device.read_back(columns)
+        self._held.wait_for(self._states)
+        drawn = zip(self._states, self._drawn(), strict=True)
+        return [None if self._held.hold(state, row) else row for state, row in drawn]
 
     @property
     def waited(self) -> float:
