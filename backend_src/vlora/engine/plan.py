@@ -23,7 +23,7 @@ class Mode(StrEnum):
 class StepPlan:
     """The decisions of one step.
 
-    chunks: one for each sequence in the step, in `ids.order_of`.
+    chunks: one for each sequence in the step, sorted by `ids.order_of`.
     preempted: ids of the sequences that lost their pages to others.
     live: slot of the adapter that is merged into the active weights, or BASE.
     cached: tokens from the prefix cache of the sequences that begin in this step.

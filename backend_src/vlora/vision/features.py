@@ -241,6 +241,7 @@ class EncoderService:
         for (image, grid), own in zip(images, features, strict=True):
             frames = image.frames if image.is_video else 0
             if image.continues:
+                # A later step in time of the same clip adds rows, a step and frames to its entry.
                 layout[-1][1] += len(own)
                 layout[-1][2] += 1
                 layout[-1][5] += frames
