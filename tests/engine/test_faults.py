@@ -28,7 +28,7 @@ from vlora.engine.loop import FATAL_EXIT, EngineLoop
 from vlora.errors import Internal, InvalidArgument, Unavailable
 from vlora.live_requests import LiveRequest
 from vlora.model.sampler import Uniforms
-from vlora.request import Output
+from vlora.request import Freshness, Output
 from vlora.sampling import RANGES, SamplingParams
 
 
@@ -278,6 +278,21 @@ def test_a_failed_engine_answers_all_requests_and_ends_the_process(
         loop.submit(request("being prepared"), sink)
     with pytest.raises(Unavailable, match="the engine has failed"):
         loop.admit(LiveRequest("late"))
+
+
+def test_a_failed_engine_answers_a_request_that_waits_for_a_thread_of_its_service(
+    loop: EngineLoop, engine: Engine, ended: ProcessEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors: list[BaseException] = []
+    waiting = LiveRequest("waiting")
+    monkeypatch.setattr(waiting, "fail", errors.append)
+    loop.admit(waiting)
+    loop.table.wait(waiting, Freshness(0.0))
+    monkeypatch.setattr(engine.scheduler, "schedule", fail)
+    loop.submit(endless("running"), Collector())
+    assert ended.wait(PATIENCE)
+    assert [type(error) for error in errors] == [Internal]
+    assert not loop.table
 
 
 def test_a_blocked_client_does_not_keep_a_failed_engine_alive(

@@ -81,10 +81,11 @@ class FakeEngine:
         """Number of requests that were admitted and not submitted."""
         return sum(entry.state <= State.TAKEN for entry in self.table)
 
-    def admit(self, entry: LiveRequest) -> None:
+    def admit(self, entry: LiveRequest, size: int = 0) -> None:
+        """Admit a request. Raise Unavailable if the queue is full."""
         if self.max_admitted is not None and self.admitted >= self.max_admitted:
             raise Unavailable(f"the queue is full: {self.admitted} requests are waiting")
-        self.table.admit(entry)
+        self.table.admit(entry, size)
 
     def submit(self, request: Request, sink: OutputSink) -> None:
         if self.refuse is not None:

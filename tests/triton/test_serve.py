@@ -22,8 +22,8 @@ from tritonclient.utils import InferenceServerException
 from tests.support.polling import until
 from tests.support.triton_client import Asker, Refused, to_inputs
 from vlora.launcher.processes import children, is_alive
-from vlora.launcher.run_folder import SHARED_MEMORY
 from vlora.net import choose_ports
+from vlora.server_run import SHARED_MEMORY
 
 LONG = {"temperature": 0, "max_tokens": 900, "ignore_eos": True}
 

@@ -19,6 +19,7 @@ MODELS = sorted(REPOSITORY.glob("*/1/model.py"))
 LAYERS = [
     {
         "atomic_file",
+        "draining",
         "errors",
         "fork_server",
         "ids",
@@ -26,6 +27,7 @@ LAYERS = [
         "native",
         "openmp_env",
         "paths",
+        "server_run",
         "strict_json",
     },
     {"config", "cores", "live_requests", "net", "request", "sampling", "structured"},
@@ -34,11 +36,13 @@ LAYERS = [
     {"adapters"},
     {"model"},
     {"engine", "vision", "offline"},
-    {"generation", "launcher"},
-    {"gateway", "serving"},
+    {"gateway", "generation", "launcher", "serving"},
     {"cli"},
 ]
 """Lowest first; a module may import from its own layer and those below."""
+
+PROGRAMS = LAYERS[-2]
+"""Rooms that run in processes of their own. They share modules of lower layers only."""
 
 CPP_SUFFIXES = {".h", ".cpp", ".cu", ".cuh"}
 CPP_COLUMNS = 100
@@ -63,6 +67,17 @@ def test_imports_point_downward_and_form_no_circle() -> None:
     assert "vlora.engine.scheduler" in graph["vlora.engine.parts"]
     assert upward_imports(graph, TOP) == []
     assert circles(graph) == []
+
+
+def test_no_program_imports_another() -> None:
+    leaning = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for program in sorted(PROGRAMS)
+        for path in (ROOT / program).rglob("*.py")
+        for name in imports_of(path)
+        if name.split(".")[0] == "vlora" and set(name.split(".")[1:2]) & PROGRAMS - {program}
+    ]
+    assert leaning == []
 
 
 def test_an_import_upward_and_a_circle_are_found() -> None:

@@ -28,7 +28,7 @@ from tests.support.polling import until
 from vlora.errors import Internal, InvalidArgument, Unsupported
 from vlora.metrics import EncoderCounters
 from vlora.vision import features
-from vlora.vision.encoder import TextOnlyEncoder, VisionEncoder, open_encoder
+from vlora.vision.encoder import PreparedImage, TextOnlyEncoder, VisionEncoder, open_encoder
 from vlora.vision.families.qwen_vl import (
     clip_settings,
     frame_size_of_qwen2,
@@ -207,8 +207,7 @@ class FakeEncoder:
     """
 
     hidden = HIDDEN
-    grid = staticmethod(lambda image: (2, 2))
-    with_views = staticmethod(lambda images: images)
+    prepare = staticmethod(lambda images: [PreparedImage(image, (2, 2)) for image in images])
 
     def __init__(self, tower_digest="tower", failures=()):
         self.tower_digest = tower_digest

@@ -109,7 +109,7 @@ def test_a_request_that_is_cancelled_while_it_is_read_does_not_begin_to_wait() -
 def test_a_pinned_request_keeps_its_bytes_after_its_end() -> None:
     table, request = RequestTable(max_bytes=10), LiveRequest("a")
     table.add(request)
-    table.hold(request, 7)
+    table.resize(request, 7)
     table.wait(request, Freshness(0.0), pinned=True)
     table.end(request, Cancelled("x"))
     assert table.bytes == 7

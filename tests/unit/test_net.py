@@ -10,9 +10,6 @@ import pytest
 from tests.support.http_server import http_server
 from vlora import net
 from vlora.errors import ServerError
-from vlora.launcher.run_folder import (
-    shared_memory_prefix,
-)
 from vlora.net import (
     check_host,
     choose_ports,
@@ -22,6 +19,7 @@ from vlora.net import (
     listen_arguments,
     reachable_host,
 )
+from vlora.server_run import shared_memory_prefix
 
 
 @pytest.mark.parametrize(

@@ -19,18 +19,15 @@ import psutil
 import pytest
 
 from tests.support.polling import until
+from vlora import draining
 from vlora.errors import ServerError
-from vlora.launcher import draining, gateway_process
+from vlora.launcher import gateway_process
 from vlora.launcher.gateway_process import GatewayProcess
 from vlora.launcher.guard import guarded
 from vlora.launcher.processes import children, end, ended_with, how_it_ended, is_alive, start_tied
-from vlora.launcher.run_folder import (
-    RUN_VARIABLE,
-    SHARED_MEMORY,
-    run_folder,
-    shared_memory_prefix,
-)
+from vlora.launcher.run_folder import run_folder
 from vlora.launcher.server import TritonServer
+from vlora.server_run import RUN_VARIABLE, SHARED_MEMORY, shared_memory_prefix
 from vlora.serving.model_process import Lifeline
 
 SOURCE = Path(__file__).resolve().parents[2] / "backend_src"
@@ -116,6 +113,7 @@ model.wait()
 """
 MODEL = """
 import time
+from vlora.server_run import RUN_VARIABLE, SHARED_MEMORY, shared_memory_prefix
 from vlora.serving.model_process import Lifeline
 lifeline = Lifeline("lmm")
 lifeline.on_drain(lambda seconds: print(0 < seconds <= 50, lifeline.draining, flush=True))
@@ -165,7 +163,8 @@ import os, signal, subprocess, sys
 from contextlib import nullcontext
 from pathlib import Path
 from vlora.launcher.guard import guarded
-from vlora.launcher.run_folder import run_folder, shared_memory_prefix
+from vlora.launcher.run_folder import run_folder
+from vlora.server_run import shared_memory_prefix
 guard = guarded if sys.argv[3] == "guarded" else nullcontext
 with run_folder(Path(sys.argv[1])) as folder, guard(folder):
     region = shared_memory_prefix(folder) + "region"

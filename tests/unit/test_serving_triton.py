@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from vlora.config import Limits, Options
-from vlora.errors import BY_CODE, Internal, InvalidArgument, NotFound, VLoraError
+from vlora.errors import BY_CODE, Internal, InvalidArgument, NotFound, VLoraError, from_message
 from vlora.serving.metrics import ErrorCounts
 from vlora.serving.model_process import options_of_instance, require_one_instance
-from vlora.serving.responder import as_vlora_error, from_message, to_message
+from vlora.serving.responder import as_vlora_error, to_message
 
 FINAL = 1
 DEVICES = ("cpu", "auto", "cuda:3")

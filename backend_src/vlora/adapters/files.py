@@ -167,10 +167,7 @@ class _Files:
     config: PeftConfig
     weights: WeightsFile
     extra: Mapping[str, Any]
-
-    @property
-    def invalid(self) -> ErrorFactory:
-        return ErrorFactory(self.name)
+    invalid: ErrorFactory
 
 
 def _read_files(name: str, folder: Path) -> _Files:
@@ -180,7 +177,7 @@ def _read_files(name: str, folder: Path) -> _Files:
     config = read_config(folder, invalid)
     _check_no_pickles(folder, invalid)
     weights = WeightsFile(folder / WEIGHTS, invalid.in_file(WEIGHTS))
-    return _Files(name, folder, config, weights, _read_extra(folder, invalid))
+    return _Files(name, folder, config, weights, _read_extra(folder, invalid), invalid)
 
 
 def _check_no_pickles(folder: Path, invalid: ErrorFactory) -> None:

@@ -18,9 +18,9 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from vlora.errors import from_message
 from vlora.gateway.errors import ApiError, from_grpc, from_server
 from vlora.net import grpc_options, load_grpc_stubs
-from vlora.serving.responder import from_message
 
 log = logging.getLogger(__name__)
 service_pb2, _ = load_grpc_stubs()

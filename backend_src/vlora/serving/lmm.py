@@ -102,8 +102,7 @@ class LmmService(Service):
             request.answer({"details": strings([self._describe()])})
             return
         self._check_open()
-        self._engine.admit(request)
-        self.table.hold(request, bytes_of(tensors))
+        self._engine.admit(request, bytes_of(tensors))
         call = read_call(tensors, parameters, self._limits, self._stamps.read(tensors))
         if call.raw_images or len(call.text) > LONG_PROMPT or is_structured(call):
             pool = self._structured if is_structured(call) else self._pool
@@ -119,7 +118,7 @@ class LmmService(Service):
             size = features.features.nbytes
             call = replace(call, images=features, raw_images={})
         if self.table.take(request):
-            self.table.hold(request, size)
+            self.table.resize(request, size)
             self._submit(request, call)
 
     def _encoder_inputs(self, call: Call) -> Tensors:
