@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -18,29 +19,43 @@ from vlora.backends import Backend
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
-FORMS = [(FP32, FP32), (BF16, BF16), (BF16, FP32)]
-"""Pairs of types: that of the adapters, and that of x and y."""
-each_form = pytest.mark.parametrize(("dtype", "rows_dtype"), FORMS)
+
+class Form(NamedTuple):
+    """Types of a call: that of the adapters, and that of x and y."""
+
+    dtype: torch.dtype
+    rows: torch.dtype
+
+    def randn(self, *shape: int) -> torch.Tensor:
+        """Return random rows of x or y."""
+        return torch.randn(shape).to(self.rows)
+
+
+FORMS = [Form(FP32, FP32), Form(BF16, BF16), Form(BF16, FP32)]
+each_form = pytest.mark.parametrize("form", FORMS)
 
 MULTIPLY_PAIRS = ("twin", "avx512_bf16", "amx")
 """Instruction sets that round fp32 rows to bf16 before multiplying."""
 
-TWIN, EMULATED, CUDA = "twin", "cuda-emulated", "cuda"
+EMULATED, CUDA = "cuda-emulated", "cuda"
+
+
+def isas() -> list[str]:
+    """Return the instruction sets of this CPU and the plain C++ twin of AMX; none without the core.
+
+    They are sorted by name, because each worker must find the tests in the same order, and
+    `tiles.isas()` orders them by a measurement.
+    """
+    try:
+        return [*sorted(tiles.isas()), "twin"]
+    except ImportError:
+        return []
 
 
 def implementations() -> list[str]:
-    """Return the names of all implementations.
-
-    These are the reference, each instruction set of this CPU, the plain C++ twin of AMX, the CUDA
-    kernels emulated on the host and, if there is a GPU, those on the GPU. The instruction sets are
-    sorted by name, because each worker must find the tests in the same order, and `tiles.isas()`
-    orders them by a measurement.
-    """
-    try:
-        isas = [*sorted(tiles.isas()), TWIN]
-    except ImportError:
-        isas = []
-    return ["reference", *isas, EMULATED, *([CUDA] if torch.cuda.is_available() else [])]
+    """Return the names of all implementations: the reference, those of this CPU, the CUDA kernels
+    emulated on the host and, if there is a GPU, those on the GPU."""
+    return ["reference", *isas(), EMULATED, *([CUDA] if torch.cuda.is_available() else [])]
 
 
 def emulation() -> Library:
@@ -51,9 +66,7 @@ def emulation() -> Library:
         pytest.skip(str(error))
 
 
-compiled = pytest.mark.skipif(
-    implementations()[1] == EMULATED, reason="the compiled core was not built"
-)
+compiled = pytest.mark.skipif(not isas(), reason="the compiled core was not built")
 
 
 def group_of(
@@ -109,16 +122,10 @@ def check(
     segments: Sequence[Segment],
     group: LoraGroup,
     backend: Backend,
-    *,
-    desired: torch.Tensor | None = None,
     **options: int,
 ) -> None:
-    """Compare `op.apply` with `expected`. Check that rows outside all segments are unchanged.
-
-    desired: the result of `expected`, if it is known.
-    """
-    if desired is None:
-        desired = expected(y, x, segments, group)
+    """Compare `op.apply` with `expected`. Check that rows outside all segments are unchanged."""
+    desired = expected(y, x, segments, group)
     actual = y.clone(memory_format=torch.preserve_format)
     op.apply(actual, x, segments, group, backend=backend, **options)
     tolerance = tolerance_of(backend, group.dtype, y.dtype)
