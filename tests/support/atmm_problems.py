@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import pytest
 import torch
@@ -89,8 +89,20 @@ def group_of(
     return group
 
 
+class Pairs(Protocol):
+    """Adapters of projections: a group, or what stands for one on a GPU.
+
+    pairs: the pair of each slot, by projection.
+    """
+
+    @property
+    def d_outs(self) -> Sequence[int]: ...
+    @property
+    def pairs(self) -> Sequence[Sequence[LoraPair | None]]: ...
+
+
 def expected(
-    y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: LoraGroup
+    y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: Pairs
 ) -> torch.Tensor:
     """Return the result in float64, following the operator's semantics."""
     result = y.double().clone()

@@ -6,10 +6,12 @@ heads are not compared.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from tests.support.atmm_problems import emulation
+from tests.support.atmm_problems import emulation, expected
 from vlora.atmm.cuda.choice import KernelChoice
 from vlora.atmm.cuda.operator import DTYPES, MergedParts, Operator, current
 from vlora.atmm.cuda.tables import DeviceGroup
@@ -53,11 +55,7 @@ def test_every_kernel_computes_the_lora_product(
     group.ready()
     x = _drawn(operator, dtype, 111, d_in) * d_in**0.5
     before = _drawn(operator, dtype, 111, d_out)
-    want = before.double()
-    for s in SEGMENTS:
-        rows = slice(s.start, s.start + s.length)
-        a, b = (part.double() for part in pairs[s.slot])
-        want[rows] += s.sign * (x[rows].double() @ a.T) @ b.T
+    want = expected(before, x, SEGMENTS, SimpleNamespace(d_outs=[d_out], pairs=[pairs]))
     for choice in _choices(operator, dtype, TILES if d_in % 8 == 0 else 0):
         y = before.clone()
         operator.apply(y, x, operator.segments(SEGMENTS), group, choice)

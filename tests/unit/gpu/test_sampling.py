@@ -11,9 +11,6 @@ import torch
 from vlora.model import sampler
 from vlora.sampling import SamplingParams
 
-# numpy, in which kernels are interpreted, warns of infinities; a GPU does not.
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in :RuntimeWarning")
-
 FILTERS: list[dict[str, float]] = [
     {},
     {"top_k": 1},
