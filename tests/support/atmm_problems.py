@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import pytest
 import torch
@@ -160,3 +160,16 @@ def pinned(name: str | None = None) -> Iterator[None]:
         yield
     finally:
         core.pin(before)
+
+
+def counters() -> dict[str, int]:
+    """Return the counts of look-ups in the tile table by outcome since the last reset.
+
+    `hits` found their bucket, `misses` used the nearest bucket of the table, and `defaults` the
+    built-in configuration, because the table has no entry for the operation and dtype.
+    """
+    return cast(dict[str, int], native.kernels().atmm.counters())
+
+
+def reset_counters() -> None:
+    native.kernels().atmm.reset_counters()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-import threading
 import unicodedata
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -141,26 +141,12 @@ def test_threads_that_tokenize_at_once_get_the_tokenizers_own_ids(
     reader: PromptReader, checkpoint: Path
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    prompts = [
-        "",
-        "a",
-        "<s>what?",
-        "<s><image>é the box",
-        "what is it? " * 300,
-        "<box>(16,47)" * 50,
-    ]
+    prompts = ["", "a", "<s>what?", "<s><image>é the box", "what is it? " * 300]
+    prompts.append("<box>(16,47)" * 50)
     expected = [tokenizer(p, add_special_tokens=not p.startswith("<s>")).input_ids for p in prompts]
-    faults: list[object] = []
 
-    def tokenize() -> None:
-        for _ in range(20):
-            found = [reader._tokenize(prompt) for prompt in prompts]
-            if found != expected:
-                faults.append(found)
+    def tokenize(_: int) -> list[list[int]]:
+        return [reader._tokenize(prompt) for prompt in prompts]
 
-    threads = [threading.Thread(target=tokenize) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not faults
+    with ThreadPoolExecutor(8) as threads:
+        assert all(found == expected for found in threads.map(tokenize, range(160)))

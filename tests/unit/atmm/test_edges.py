@@ -9,8 +9,16 @@ import pytest
 import torch
 
 from benchmarks.step import LORA, PRODUCTS, timed_parts
-from tests.support import tile_state
-from tests.support.atmm_problems import FP32, check, compiled, expected, group_of, pinned
+from tests.support.atmm_problems import (
+    FP32,
+    check,
+    compiled,
+    counters,
+    expected,
+    group_of,
+    pinned,
+    reset_counters,
+)
 from vlora import native
 from vlora.atmm import op, tiles
 from vlora.atmm.groups import HeadGroup, LoraGroup, factors
@@ -201,9 +209,9 @@ def test_nested_pins_end_in_their_order() -> None:
         with pytest.raises(ValueError, match="none such"), pinned("none such"):
             pass
         assert torch.equal(row(), outer)
-    tile_state.reset_counters()
+    reset_counters()
     op.apply(torch.zeros(40, 130), x, [Segment(0, 40, 0)], group, backend="cpu")
-    assert sum(tile_state.counters().values()) == 1  # The choice is adaptive again.
+    assert sum(counters().values()) == 1  # The choice is adaptive again.
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -10,8 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support import tile_state
-from tests.support.atmm_problems import FORMS, Form, compiled, each_form, group_of, pinned
+from tests.support.atmm_problems import (
+    FORMS,
+    Form,
+    compiled,
+    counters,
+    each_form,
+    group_of,
+    pinned,
+    reset_counters,
+)
 from vlora import native
 from vlora.atmm import op, tiles
 from vlora.atmm.cpu import Cpu
@@ -53,21 +61,21 @@ def test_the_table_chooses_by_bucket_and_counts() -> None:
                 tiles.key("apply", "fp32", rows=64, **shape): names[-1],
             }
         )
-        tile_state.reset_counters()
+        reset_counters()
         group = group_of(64, [32], [16, 200])
         for rows, slot in ((1, 0), (50, 0), (2, 0), (1, 1)):
             y = torch.zeros(rows, 32)
             op.apply(
                 y, torch.randn(rows, 64), [Segment(0, rows, slot)], group, backend="cpu", threads=1
             )
-        assert tile_state.counters() == {"hits": 2, "misses": 2, "defaults": 0}
+        assert counters() == {"hits": 2, "misses": 2, "defaults": 0}
         with pytest.raises(ValueError, match="no configuration is named 'none such'"):
             tiles.use({1: "none such"})
     finally:
-        tile_state.clear()
-    tile_state.reset_counters()
+        tiles.use({})
+    reset_counters()
     op.apply(y, torch.randn(1, 64), [Segment(0, 1, 0)], group, backend="cpu")
-    assert tile_state.counters() == {"hits": 0, "misses": 0, "defaults": 1}
+    assert counters() == {"hits": 0, "misses": 0, "defaults": 1}
 
 
 def test_keys_have_128_bits_and_differ_by_bucket_only() -> None:
@@ -94,11 +102,11 @@ def test_a_table_for_one_thread_serves_two_and_counts_misses() -> None:
     try:
         for keys, counts in (((1,), (0, 1)), ((1, 2), (1, 0))):
             tiles.use({tiles.key("apply", "fp32", **shape, threads=n): names[-1] for n in keys})
-            tile_state.reset_counters()
+            reset_counters()
             op.apply(y, x, segments, group, backend="cpu", threads=2)
-            assert tuple(tile_state.counters()[name] for name in ("hits", "misses")) == counts
+            assert tuple(counters()[name] for name in ("hits", "misses")) == counts
     finally:
-        tile_state.clear()
+        tiles.use({})
 
 
 @pytest.mark.parametrize(
@@ -149,12 +157,12 @@ def test_tables_of_both_dtypes_are_loaded_together_and_wrong_ones_ignored(tmp_pa
         paths[dtype].write_text(json.dumps({"version": tiles.VERSION, "entries": entries}))
     try:
         assert len(tiles.load_for_this_cpu(tmp_path)) == 2
-        tile_state.reset_counters()
+        reset_counters()
         for form in FORMS[:2]:
             group = group_of(64, [32], [16], form.dtype)
             x, y = form.randn(1, 64), torch.zeros(1, 32, dtype=form.rows)
             op.apply(y, x, [Segment(0, 1, 0)], group, backend="cpu", threads=1)
-        assert tile_state.counters()["hits"] == 2
+        assert counters()["hits"] == 2
         virtual = dataclasses.replace(here, model=here.model + 1, l3=here.l3 + 1)
         isa = tiles.current_isa("bf16")
         paths["bf16"].rename(tiles.table_path(virtual, isa, "bf16", tmp_path))
@@ -163,4 +171,4 @@ def test_tables_of_both_dtypes_are_loaded_together_and_wrong_ones_ignored(tmp_pa
         assert tiles.load_for_this_cpu(tmp_path) == []
         assert tiles.load_for_this_cpu(tmp_path / "none") == []
     finally:
-        tile_state.clear()
+        tiles.use({})
