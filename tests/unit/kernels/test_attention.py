@@ -96,11 +96,11 @@ class Case:
         torch.testing.assert_close(attended.double(), expected, rtol=0, atol=3e-5)
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("block", [1, 3, 16, 48])
+@drawn(block=[1, 3, 16, 48], dtype=TYPES, threads=[1, 3])
 def test_chunks_of_very_different_lengths_are_attended_in_one_call(
-    backend: Backend, block: int, threads: int, dtype: torch.dtype
+    backend: Backend, block: int, dtype: torch.dtype, threads: int
 ) -> None:
+    torch.set_num_threads(threads)
     case = Case(8, 2, 16, block, dtype, MIXED)
     # Pages hold values of their previous owner until they are written; none may be read.
     case.store.cache.fill_(float("nan"))
