@@ -13,6 +13,7 @@ from tools.tile_search.cuda_build import NoToolchain, emulate
 from vlora import native
 from vlora.atmm import op, tiles
 from vlora.atmm.cuda.library import Library
+from vlora.atmm.cuda.operator import Operator, current
 from vlora.atmm.groups import LoraGroup
 from vlora.atmm.types import LoraPair, Segment
 from vlora.backends import Backend
@@ -63,6 +64,23 @@ def emulation() -> Library:
     try:
         return Library(emulate())
     except NoToolchain as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def emulated() -> Operator:
+    """Return the operator of the CUDA kernels that are compiled for the host."""
+    return Operator(emulation(), torch.device("cpu"))
+
+
+@pytest.fixture(scope="module", params=["emulated", "cuda"])
+def operator(request: pytest.FixtureRequest) -> Operator:
+    """Return the operator of the emulated kernels, and that of a GPU if there is one."""
+    if request.param == "emulated":
+        return cast(Operator, request.getfixturevalue("emulated"))
+    try:
+        return current()
+    except ImportError as error:
         pytest.skip(str(error))
 
 

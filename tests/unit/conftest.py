@@ -8,6 +8,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.support.atmm_problems import emulated, operator
+
+__all__ = ["emulated", "operator"]
+"""Fixtures of several folders."""
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread_per_worker() -> None:

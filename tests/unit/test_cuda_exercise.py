@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.support.atmm_problems import emulation, expected
+from tests.support.atmm_problems import expected
 from vlora.atmm.cuda.choice import KernelChoice
-from vlora.atmm.cuda.operator import DTYPES, MergedParts, Operator, current
+from vlora.atmm.cuda.operator import DTYPES, MergedParts, Operator
 from vlora.atmm.cuda.tables import DeviceGroup
 from vlora.atmm.types import HeadMatrix, LoraPair, MergeUpdate, Segment
 
@@ -28,16 +28,6 @@ SEGMENTS = [
 ]
 TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 6e-2, torch.float32: 1e-4}
 """Maximum error of y, relative to its largest element."""
-
-
-@pytest.fixture(params=["emulated", "cuda"])
-def operator(request: pytest.FixtureRequest) -> Operator:
-    if request.param == "emulated":
-        return Operator(emulation(), torch.device("cpu"))
-    try:
-        return current()
-    except ImportError as error:
-        pytest.skip(str(error))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

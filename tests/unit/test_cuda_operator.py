@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from tests.support.drawing import drawn
 from vlora.atmm.cuda import library as c
 from vlora.atmm.cuda.choice import KernelChoice
 from vlora.atmm.cuda.library import CudaError, Library
-from vlora.atmm.cuda.operator import DTYPES, DeviceFault, Operator, current
+from vlora.atmm.cuda.operator import DTYPES, DeviceFault, Operator
 from vlora.atmm.cuda.segments import DeviceSegments, SegmentBounds, bounds_of
 from vlora.atmm.cuda.tables import MIN_SLOTS, DeviceGroup
 from vlora.atmm.types import LoraPair, MergeUpdate, Segment
@@ -29,17 +29,6 @@ TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-5}
 """Maximum error relative to the largest true value: the intermediate and y are rounded to the
 storage type."""
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
-
-
-@pytest.fixture(scope="module", params=["emulated", "cuda"])
-def operator(request: pytest.FixtureRequest) -> Iterator[Operator]:
-    if request.param == "emulated":
-        yield Operator(emulation(), torch.device("cpu"))
-        return
-    try:
-        yield current()
-    except ImportError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture(autouse=True)
