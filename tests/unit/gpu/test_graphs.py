@@ -20,7 +20,7 @@ from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.ids import BASE
 from vlora.model import step_graphs
-from vlora.model.rotary import RotaryTable
+from vlora.model.decoder import Decoder
 from vlora.request import Request
 
 pytestmark = pytest.mark.usefixtures("launch")
@@ -183,7 +183,8 @@ def test_memory_that_grows_replaces_the_graphs(
 ) -> None:
     """Let a position exceed the rotary table, as those of frames that are far apart may."""
     monkeypatch.setattr("vlora.model.rotary.INITIAL_POSITIONS", 8)
-    monkeypatch.setattr(RotaryTable, "reserve", lambda *arguments: None)
+    reserve = Decoder.reserve
+    monkeypatch.setattr(Decoder, "reserve", lambda self, rows, positions: reserve(self, rows, 0))
 
     def run(engine: Engine) -> object:
         return [answers(engine, _requests(None, tokens=tokens)) for tokens in (2, 12, 3)]
