@@ -10,6 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.atmm_problems import emulated, operator
+
+__all__ = ["emulated", "operator"]
+"""Fixtures of several folders."""
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread_per_worker() -> None:

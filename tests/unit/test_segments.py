@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlora.atmm.segments import signed_segments
-from vlora.atmm.types import Segment
+from vlora.atmm.types import Segment, Segments
 from vlora.ids import BASE, order_of
 
 slots = st.integers(BASE, 4)
@@ -49,3 +49,10 @@ def test_one_segment_subtracts_the_live_adapter_from_contiguous_rows_of_any_adap
         Segment(2, 8, 0, -1),
         Segment(15, 1, 0, -1),
     )
+
+
+def test_segments_are_a_tuple_that_is_converted_once() -> None:
+    segments = Segments([Segment(0, 1, 0)])
+    assert segments == (Segment(0, 1, 0),)
+    assert Segments.of(segments) is segments
+    assert Segments.of([Segment(0, 1, 0)]) == segments

@@ -15,12 +15,7 @@ from tests.support.fake_device import FakeDevice, fake_gpu
 from vlora.device.device import Device
 from vlora.vision.encoder import VisionEncoder
 
-# numpy, in which kernels are interpreted, warns of infinities; a GPU does not.
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:.* encountered in :RuntimeWarning"),
-    pytest.mark.usefixtures("launch", "cuda_operator"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("launch", "cuda_operator")]
 
 TINY = llava.tiny(llava.Sizes(layers=2, kv_heads=16, context=512, adapters=2))
 

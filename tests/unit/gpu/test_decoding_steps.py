@@ -32,9 +32,7 @@ def tiny(launch: object, cuda_operator: object) -> Iterator[tuple[RandomModel, l
         yield RandomModel(TINY, device, torch.float32), device.graph_events
 
 
-# numpy, in which kernels are interpreted, warns of infinities; a GPU does not.
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.* encountered in :RuntimeWarning")
 def test_each_kind_of_step_is_compared_and_timed(tiny, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(random_model, "REPEATS", 1)
     model, events = tiny
@@ -49,7 +47,6 @@ def test_each_kind_of_step_is_compared_and_timed(tiny, monkeypatch) -> None:  # 
     assert {tuple(row["ms"]) for row in rows} == {("eager", "graph")}
 
 
-@pytest.mark.filterwarnings("ignore:.* encountered in :RuntimeWarning")
 def test_a_wrong_graph_stops_the_comparison(tiny, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     model, _ = tiny
     monkeypatch.setattr(model, "difference", lambda *step: 0.5)

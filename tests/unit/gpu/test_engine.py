@@ -25,9 +25,6 @@ from vlora.model.decoder import DecoderLayer
 from vlora.request import Request
 from vlora.sampling import SamplingParams
 
-# numpy, in which kernels are interpreted, warns of infinities; a GPU does not.
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in :RuntimeWarning")
-
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("launch")
