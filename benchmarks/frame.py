@@ -264,7 +264,9 @@ def show(value: Any) -> str:
     """Return a figure as a table shows it: four digits, and a dash if it was not measured."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return "–"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def medians_by(rows: Sequence[Row], *keys: str) -> list[Row]:

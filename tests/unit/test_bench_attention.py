@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks import attention
-from benchmarks.frame import command_line
+from benchmarks.frame import GRIDS, command_line
 from vlora import native
 
 
@@ -23,6 +23,12 @@ def test_bytes_and_flops_count_the_pairs_that_the_causal_mask_lets_through() -> 
     assert decode.flops == 4 * 3 * 11 * 16 * 64
     assert _cell("prefill", 5, 0).flops == 4 * (1 + 2 + 3 + 4 + 5) * 16 * 64
     assert len(_cell("mixed", 5, 7).chunks) == 1 + attention.MIXED_DECODES
+
+
+def test_the_quick_grid_is_a_part_of_the_full_grid() -> None:
+    grid = json.loads((GRIDS / "attention.json").read_text())
+    full, quick = (attention.grid_cells(grid, ["fp32"], quick=quick) for quick in (False, True))
+    assert set(quick) < set(full)
 
 
 def test_a_tiny_grid_produces_rows_and_all_summary_keys(tmp_path: Path) -> None:
