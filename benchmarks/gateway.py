@@ -411,10 +411,8 @@ class Connection:
         self.send(request)
         await self.head()
         first = 0.0
-        while DONE not in (line := await self._reader.readline()):
-            if not line:
-                raise BenchmarkError("the stream ended before its answer")
-            if not first and TEXT in line and NO_TEXT not in line:
+        while DONE not in (event := await self._reader.readuntil(b"\n\n")):
+            if not first and TEXT in event and NO_TEXT not in event:
                 first = time.perf_counter()
         await self._reader.readuntil(END)
         end = time.perf_counter()

@@ -161,10 +161,12 @@ def measure_cell(cell: KernelCell, threads: int, roofline: Roofline, *, quick: b
     pairs = cell.draw_pairs(generator)  # All layers have the same values.
     layers = -(-COLD_TOTAL_BYTES // cell.adapter_bytes)
     layers = min(MAX_LAYERS, max(MIN_LAYERS, layers)) if cell.cold else 1
+    chosen = [operator for operator in operators if operator.name not in left_out]
+    # The layers of all operators alternate in memory, so that none reads ahead into its next layer.
+    prepared = [[operator.prepare(pairs, cell) for operator in chosen] for _ in range(layers)]
     calls = {
-        operator.name: _in_turn(operator, [operator.prepare(pairs, cell) for _ in range(layers)], x)
-        for operator in operators
-        if operator.name not in left_out
+        operator.name: _in_turn(operator, own, x)
+        for operator, own in zip(chosen, zip(*prepared, strict=True), strict=True)
     }
     rounds, budget = QUICK if quick else FULL
     timings, rates = timed_with_rates(
