@@ -175,7 +175,8 @@ class Benchmark(ABC):
 
         if threads not in self.rooflines:
             self.rooflines[threads] = roofline(threads, getattr(self, "device", "cpu"))
-        return self.rooflines[threads]
+        found: Roofline = self.rooflines[threads]
+        return found
 
     def median(self, key: str, **where: Any) -> float:
         """Return the median of a figure of the matching rows; NaN if there is none."""
