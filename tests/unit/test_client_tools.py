@@ -40,16 +40,16 @@ def test_load_inputs_are_distinct_and_alternate_between_adapters(model, tmp_path
 
 
 def test_a_sweep_row_contains_rates_and_means():
-    before = sweep.ServerCounters(10, 5, 100.0, 10.0)
-    after = sweep.ServerCounters(22, 9, 148.0, 14.0)
+    names = [f"vlora:{name}_total" for name in sweep.COUNTERS]
+    before = dict(zip(names, (10, 5, 100.0, 10.0), strict=True))
+    after = dict(zip(names, (22, 9, 148.0, 14.0), strict=True))
     times = [(0.0, 0.1, 0.4), (0.5, 0.8, 1.0)]
-    row = sweep.summarize("lmm", 2, times, before, after)
-    assert row.requests_per_second == pytest.approx(2.0)
-    assert (row.first_p50_ms, row.last_p50_ms) == (pytest.approx(100), pytest.approx(400))
-    assert row.last_p95_ms == pytest.approx(500)
-    assert (row.encoder_batch, row.decode_rows) == (3.0, 12.0)
-    assert sweep.summarize("lmm-text", 2, times, before, before).encoder_batch is None
-    assert "2.0" in sweep.line_of(row)
+    row = sweep.summarize(times, before, after)
+    assert row["requests_per_second"] == pytest.approx(2.0)
+    assert (row["first_p50_ms"], row["last_p50_ms"]) == (pytest.approx(100), pytest.approx(400))
+    assert row["last_p95_ms"] == pytest.approx(500)
+    assert (row["encoder_batch"], row["decode_rows"]) == (3.0, 12.0)
+    assert sweep.summarize(times, before, before)["encoder_batch"] is None
 
 
 def test_times_are_read_from_a_profile_that_is_not_valid_json():

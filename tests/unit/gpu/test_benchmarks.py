@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import engine, gpu_timing, llava, loads
+from benchmarks import engine, gpu_device, llava, loads
 from benchmarks.frame import command_line
 from tests.support.fake_device import FakeDevice, fake_gpu
 from vlora.device.device import Device
@@ -24,8 +24,8 @@ def _run(
     folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, grid: dict[str, Any], *more: str
 ) -> tuple[dict[str, Any], FakeDevice]:
     """Run a benchmark on the tiny model; return its figures and the device."""
-    limits = gpu_timing.GpuLimits(1e10, 1e11, 1e11)
-    monkeypatch.setattr(gpu_timing, "measure_limits", lambda *args, **options: limits)
+    limits = gpu_device.GpuLimits(1e10, 1e11, 1e11)
+    monkeypatch.setattr(gpu_device, "measure_limits", lambda device: limits)
     monkeypatch.setattr(llava, "MODELS", {"whole": TINY})
     file, out = folder / "grid.json", folder / "figures.json"
     file.write_text(json.dumps(grid))
