@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.support.hostile_hour import hostile_hour
+from tests.programs.hostile_hour import hostile_hour
 
 
 def test_healthy_requests_keep_their_answers_under_attack(
     checkpoint: Path, adapters_dir: Path, tmp_path: Path
 ) -> None:
-    """A slice of `python -m tests.support.hostile_hour`.
+    """A slice of `python -m tests.programs.hostile_hour`.
 
     It has too few requests for the 99th percentile, which the whole run reports.
     """

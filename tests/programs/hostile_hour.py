@@ -5,7 +5,7 @@ affects both. Hostile clients send images that keep a codec busy, numbers of abs
 uploads that never end. Meanwhile an adapter folder is replaced by versions that are too large, lack
 their head, are broken, or are half written. For a while files cannot be opened.
 
-usage: python -m tests.support.hostile_hour --cycles 5 --seconds 30 --json figures.json
+usage: python -m tests.programs.hostile_hour --cycles 5 --seconds 30 --json figures.json
 """
 
 from __future__ import annotations
@@ -360,7 +360,7 @@ def main() -> None:
     from tools.demo.build import build
 
     parser = argparse.ArgumentParser(
-        prog="python -m tests.support.hostile_hour",
+        prog="python -m tests.programs.hostile_hour",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
