@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -28,19 +29,31 @@ MULTIPLY_PAIRS = ("twin", "avx512_bf16", "amx")
 TWIN, EMULATED, CUDA = "twin", "cuda-emulated", "cuda"
 
 
-def implementations() -> list[str]:
-    """Return the names of all implementations.
+FORCED = os.environ.get("VLORA_ISA")
+"""Instruction set that `make test-isas` forces; None if the tests run with each set."""
 
-    These are the reference, each instruction set of this CPU, the plain C++ twin of AMX, the CUDA
-    kernels emulated on the host and, if there is a GPU, those on the GPU. The instruction sets are
-    sorted by name, because each worker must find the tests in the same order, and `tiles.isas()`
-    orders them by a measurement.
+
+def instruction_sets() -> list[str]:
+    """Return the names of the CPU's instruction sets and of the plain C++ twin of AMX.
+
+    They are sorted, because each worker must find the tests in the same order, and `tiles.isas()`
+    orders them by a measurement. The list is empty if the kernels were not built.
     """
     try:
-        isas = [*sorted(tiles.isas()), TWIN]
+        isas = sorted(tiles.isas())
     except ImportError:
-        isas = []
-    return ["reference", *isas, EMULATED, *([CUDA] if torch.cuda.is_available() else [])]
+        return []
+    return [FORCED] if FORCED else [*isas, TWIN]
+
+
+def implementations() -> list[str]:
+    """Return the names of all implementations: the reference, each instruction set, the CUDA
+    kernels emulated on the host and, if there is a GPU, those on the GPU. Only the instruction set
+    if one is forced."""
+    if FORCED:
+        return instruction_sets()
+    gpu = [CUDA] if torch.cuda.is_available() else []
+    return ["reference", *instruction_sets(), EMULATED, *gpu]
 
 
 def emulation() -> Library:
@@ -51,9 +64,7 @@ def emulation() -> Library:
         pytest.skip(str(error))
 
 
-compiled = pytest.mark.skipif(
-    implementations()[1] == EMULATED, reason="the compiled core was not built"
-)
+compiled = pytest.mark.skipif(not instruction_sets(), reason="the compiled core was not built")
 
 
 def group_of(

@@ -145,30 +145,35 @@ def test_a_device_is_near_with_the_same_vendor_family_and_l2() -> None:
 
 
 @compiled
-def test_tables_of_both_dtypes_are_loaded_together_and_wrong_ones_ignored(tmp_path: Path) -> None:
-    name = tiles.configs("apply", "fp32")[0]["name"]
-    shape = {"rows": 1, "d_in": 64, "d_out": 32, "rank": 16, "segments": 1}
-    start = f"{Cpu.here().name}-{tiles.isas()[0]}-"
-    for dtype in ("fp32", "bf16"):
-        entries = {f"{tiles.key('apply', dtype, **shape):032x}": name}
-        text = json.dumps({"version": tiles.VERSION, "entries": entries})
-        (tmp_path / f"{start}{dtype}.json").write_text(text)
-    try:
-        assert len(tiles.load_for_this_cpu(tmp_path)) == 2
-        tile_state.reset_counters()
-        for dtype in (FP32, BF16):
-            group = group_of(64, [32], [16], dtype)
-            x, y = torch.randn(1, 64).to(dtype), torch.zeros(1, 32, dtype=dtype)
-            op.apply(y, x, [Segment(0, 1, 0)], group, backend="cpu", threads=1)
-        assert tile_state.counters()["hits"] == 2
-        here = Cpu.here()
-        virtual = dataclasses.replace(here, model=here.model + 1, l3=here.l3 + 1)
-        (tmp_path / f"{start}bf16.json").rename(
-            tmp_path / f"{virtual.name}-{tiles.isas()[0]}-bf16.json"
-        )
-        assert len(tiles.load_for_this_cpu(tmp_path)) == 2
-        (tmp_path / f"{start}fp32.json").write_text(json.dumps({"version": 99, "entries": {}}))
-        assert tiles.load_for_this_cpu(tmp_path) == []
-        assert tiles.load_for_this_cpu(tmp_path / "none") == []
-    finally:
-        tile_state.clear()
+@pytest.mark.parametrize("isas", ["auto", "scalar,twin"])
+def test_tables_of_both_dtypes_are_loaded_together_and_wrong_ones_ignored(
+    tmp_path: Path, isas: str
+) -> None:
+    """fp32 and bf16 may use different instruction sets."""
+    here, shape = Cpu.here(), {"rows": 1, "d_in": 64, "d_out": 32, "rank": 16, "segments": 1}
+    virtual = dataclasses.replace(here, model=here.model + 1, l3=here.l3 + 1)
+    with tiles.isa(isas):
+        try:
+            paths = [
+                tiles.table_path(here, tiles.current_isa(dtype), dtype, tmp_path)
+                for dtype in tiles.DTYPE_NAMES
+            ]
+            for path, dtype in zip(paths, tiles.DTYPE_NAMES, strict=True):
+                name = tiles.configs("apply", dtype)[0]["name"]
+                entries = {f"{tiles.key('apply', dtype, **shape):032x}": name}
+                path.write_text(json.dumps({"version": tiles.VERSION, "entries": entries}))
+            assert tiles.load_for_this_cpu(tmp_path) == paths
+            tile_state.reset_counters()
+            for dtype in (FP32, BF16):
+                group = group_of(64, [32], [16], dtype)
+                x, y = torch.randn(1, 64).to(dtype), torch.zeros(1, 32, dtype=dtype)
+                op.apply(y, x, [Segment(0, 1, 0)], group, backend="cpu", threads=1)
+            assert tile_state.counters()["hits"] == 2
+            isa = tiles.current_isa("bf16")
+            paths[1].rename(tiles.table_path(virtual, isa, "bf16", tmp_path))
+            assert len(tiles.load_for_this_cpu(tmp_path)) == 2
+            paths[0].write_text(json.dumps({"version": 99, "entries": {}}))
+            assert tiles.load_for_this_cpu(tmp_path) == []
+            assert tiles.load_for_this_cpu(tmp_path / "none") == []
+        finally:
+            tile_state.clear()
