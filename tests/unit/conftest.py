@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread_per_worker() -> None:
-    """Use one torch thread in each worker of `make test WORKERS=2`: threads that wait for a busy
-    core would use several times the CPU time. Tests of several threads set their number."""
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
