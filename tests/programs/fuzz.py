@@ -1,6 +1,6 @@
 """Fuzzing of a running server: each mutated request must get an answer or an error with a code.
 
-    .venv/bin/python -m tests.programs.fuzz --grpc localhost:8001 --http localhost:8000 --count 10000
+    python -m tests.programs.fuzz --grpc localhost:8001 --http localhost:8000 --count 10000
 
 Each request is a valid one with one to four mutations of its bytes, shapes, types, JSON,
 parameters, images, ids or requested outputs (`mutations.py`). It is sent over unary gRPC, a gRPC

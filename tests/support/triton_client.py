@@ -17,6 +17,7 @@ import tritonclient.grpc as grpcclient
 from PIL import Image
 from tritonclient.utils import InferenceServerException
 
+from vlora.launcher.repository import ServerOptions
 from vlora.launcher.server import TritonServer
 
 TIMEOUT = 60.0
@@ -270,3 +271,15 @@ def png(rgb: np.ndarray) -> bytes:
 def pixels(encoded: Sequence[bytes]) -> np.ndarray:
     """Return the pixels of PNGs of equal size, as the input `frames_raw`."""
     return np.stack([np.asarray(Image.open(io.BytesIO(png))) for png in encoded])
+
+
+@contextmanager
+def serving(options: ServerOptions) -> Iterator[TritonServer]:
+    """Run a server that must not fail, and kill it at the end of the context.
+
+    Tests of ends are in test_lifecycle.py and test_serve.py. A graceful one takes five seconds.
+    """
+    with TritonServer(options) as server:
+        yield server
+        assert server.failure() is None, server.explain()
+        server.kill()

@@ -1,9 +1,11 @@
-"""Parity of every vision family behind a real server with transformers and PEFT, over gRPC.
+"""Parity of vision families behind a real server with transformers and PEFT, over gRPC.
 
 Each family has one server with few KV pages and a policy that merges whichever adapter most of the
 ready requests use. So the tests force merged, mixed and unmerged steps, preemption, and reuse of
-prefixes by what they ask, not by when they ask it. Adapters that change while the server runs are
-tested in test_family_adapters.py.
+prefixes by what they ask, not by when they ask it.
+
+parity/test_families.py tests all families without a server. What a server adds is the way of images
+and features between its models, so each way that it can differ has one family here.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoints import FAMILIES
 from tests.support.families import ADAPTERS, VISION_ADAPTERS, Family, FirstQwenVL
 from tests.support.served_family import (
     INVOCATION,
@@ -28,9 +29,8 @@ from tests.support.served_family import (
     longest_prompt,
     preemptions,
 )
-from tests.support.triton_client import asking
+from tests.support.triton_client import asking, serving
 from vlora.launcher.repository import ServerOptions
-from vlora.launcher.server import TritonServer
 
 BLOCK = 4
 """Tokens of a KV page."""
@@ -47,7 +47,15 @@ USED_FOR_PAIRS = (BOTH, TOWER, None, BOTH, BOTH, CONNECTOR, BOTH, FIRST, BOTH, B
 questions use the first adapter, and a step with one question of each kind merges none."""
 
 
-@pytest.fixture(scope="module", params=["qwen_vl", *sorted(FAMILIES)])
+SERVED_FAMILIES = (
+    "qwen_vl",  # a clip as separate images, a tower of its own
+    "llava_next",  # several tiles of an image
+    "llava_onevision",  # a clip as a video, pooled
+    "qwen3_vl",  # positions in three dimensions, time stamps, features at several depths
+)
+
+
+@pytest.fixture(scope="module", params=SERVED_FAMILIES)
 def family(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Family | FirstQwenVL:
@@ -96,11 +104,8 @@ def served(
         environment={"XDG_CACHE_HOME": str(folder / "cache")},
         log=folder / "tritonserver.log",
     )
-    with TritonServer(options) as server, asking(server) as asker:
+    with serving(options) as server, asking(server) as asker:
         yield Served(family, asker)
-        assert server.failure() is None, server.explain()
-        # test_lifecycle.py tests a graceful end, which takes seconds.
-        server.kill()
 
 
 def test_answers_to_lone_questions_are_those_of_the_stock_model(

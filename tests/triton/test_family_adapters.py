@@ -1,7 +1,7 @@
 """Tests of adapters of the vision tower that are added, replaced and removed, or broken, while a
 real server of one family runs. The oracle is transformers with PEFT.
 
-test_families.py tests all families.
+test_families.py tests further families.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.families import TOWER, VISION_ADAPTERS, Family
 from tests.support.polling import until
-from tests.support.triton_client import Asker, Refused, asking, png
+from tests.support.triton_client import Asker, Refused, asking, png, serving
 from vlora.launcher.repository import ServerOptions
-from vlora.launcher.server import TritonServer
 from vlora.vision.images import DecodedImage
 from vlora.vision.prompts import ChatTemplate, render
 
@@ -43,11 +42,8 @@ def family(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Family
 def ask(family: Family, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asker]:
     log = tmp_path_factory.mktemp("family-server") / "tritonserver.log"
     options = ServerOptions(model=family.checkpoint, adapters=family.adapters, log=log)
-    with TritonServer(options) as server, asking(server) as asker:
+    with serving(options) as server, asking(server) as asker:
         yield asker
-        assert server.failure() is None, server.explain()
-        # test_lifecycle.py tests a graceful end, which takes seconds.
-        server.kill()
 
 
 class Questions:

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.support.gateway import Gateway, running
+from tests.support.gateway import Gateway
 from tests.support.triton_client import picture
 from vlora.gateway.requests import CHAT as READ_BY_CHAT
 from vlora.gateway.requests import NEUTRAL, NO_EFFECT, OWN, PASSED
-from vlora.launcher.server import TritonServer
 from vlora.sampling import REFUSED as REFUSED_KEYS
 from vlora.structured.structure import STRUCTURE_KEYS
 
@@ -25,12 +23,6 @@ pytest.importorskip("fastapi", reason="the extra `gateway` is not installed")
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 LIMIT = 3
-
-
-@pytest.fixture(scope="module")
-def gateway(server: TritonServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    with running(server.grpc_url, tmp_path_factory.mktemp("conformance")) as started:
-        yield started
 
 
 def user(content: Any, **fields: Any) -> list[dict[str, Any]]:

