@@ -229,7 +229,7 @@ def test_answers_in_mixed_steps_and_after_preemption_are_those_of_the_stock_mode
 
 
 class Asked:
-    """A question about images that is asked with different adapters, and its answer by the oracle."""
+    """A question about images: the answers of a server and of the oracle, by adapter."""
 
     def __init__(self, served: Served) -> None:
         self._served = served
