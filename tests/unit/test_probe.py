@@ -193,7 +193,6 @@ def test_a_server_without_an_answer_is_alive_if_it_works(
     per_look: int, health: Health, counter: str
 ) -> None:
     """Forward passes and encoded images are both work."""
-
     released = threading.Event()
 
     def hangs(request: Any, context: Any) -> Any:
