@@ -147,8 +147,9 @@ def test_a_prefix_of_another_adapter_is_not_reused(
     served: Served, questions: list[Question]
 ) -> None:
     for question, other in zip(questions[:3], (SECOND, None, FIRST), strict=True):
-        served.answer(question)
-        answer = served.answer(question._replace(adapter=other))
+        own = question._replace(text=f"whose is {question.text}")
+        served.answer(own)
+        answer = served.answer(own._replace(adapter=other))
         assert answer.cached < answer.inputs // 2
 
 
@@ -159,7 +160,12 @@ def test_adapters_of_the_vision_tower_and_the_connector_see_features_of_their_ow
     """An image of the base model is encoded again for each adapter of the tower or the connector.
     Afterwards, its features and the prompt's prefix are cached. The questions have two images, and
     an image with a clip."""
-    question = questions[pictures]._replace(adapter=None, text=f"in {pictures}?")
+    images, frames = (
+        # No other test asks about these pixels.
+        tuple(DecodedImage(255 - one.rgb, one.is_video) for one in drawn)
+        for drawn in (questions[pictures].images, questions[pictures].frames)
+    )
+    question = Question(f"in {pictures}?", images, frames, adapter=None)
     answers = [served.answer(question)]
     for adapter in (FIRST, *VISION_ADAPTERS):
         asked = question._replace(adapter=adapter)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, LlavaForConditionalGeneration
 
-from tests.support.triton_client import Asker, Refused, picture
+from tests.support.triton_client import Asker, Refused, asking, picture
 from vlora.launcher.probe import Health, probe
 from vlora.launcher.repository import ServerOptions
 from vlora.launcher.server import TritonServer
@@ -85,13 +85,14 @@ def test_an_image_is_refused_with_the_type_of_the_checkpoint(ask: Asker, model: 
 
 @pytest.mark.last
 def test_a_starting_server_is_alive_and_a_hung_or_killed_one_is_dead(
-    server: TritonServer, states: list[Health], ask: Asker
+    server: TritonServer, states: list[Health]
 ) -> None:
     assert states == [Health.ALIVE, Health.READY]
     # The process is stopped, then killed. Continuing it instead would crash Triton 2.51.
     for number in (signal.SIGSTOP, signal.SIGKILL):
         os.kill(server.models["lmm"], number)
         assert health(server, deadline=5) is Health.DEAD
-    assert ask.client.is_server_ready(), "Triton still reports that it is ready"
+    with asking(server) as asker:
+        assert asker.client.is_server_ready(), "Triton still reports that it is ready"
     server.kill()
     assert health(server) is Health.DEAD
