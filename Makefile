@@ -20,8 +20,8 @@ DEPLOY ?=
 CPP := $(shell find csrc -name "*.cpp" -o -name "*.h" -o -name "*.cu" -o -name "*.cuh")
 CORE := setup.py $(shell find csrc -type f -not -path "*/cuda/*" -not -path "*/test/*" -not -name "*.md")
 
-# A worker needs about 1 GiB of memory.
-PARALLEL = -n $(WORKERS) --maxprocesses 8 --dist loadgroup --no-loadscope-reorder
+# A worker needs about 1 GiB of memory. Without WORKERS, the tests run in this process.
+PARALLEL = $(if $(WORKERS),-n $(WORKERS) --maxprocesses 8 --dist loadgroup --no-loadscope-reorder)
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test demo generate accuracy bench cuda gpu gpu-check dist lock deploy-check sanitize test-isas lint types clean
