@@ -95,7 +95,7 @@ def test_images_of_concurrent_requests_share_encoder_batches(ask: Asker) -> None
     more_count, more_batches = figures()
     assert more_count - count == 48
     print(f"mean batch {48 / (more_batches - batches):.1f}")
-    assert 48 / (more_batches - batches) >= 3, "the minimum of decision 67"
+    assert 48 / (more_batches - batches) >= 3
 
 
 def test_a_cached_image_is_not_encoded_again(ask: Asker) -> None:
