@@ -26,34 +26,32 @@ each_form = pytest.mark.parametrize(("dtype", "rows_dtype"), FORMS)
 MULTIPLY_PAIRS = ("twin", "avx512_bf16", "amx")
 """Instruction sets that round fp32 rows to bf16 before multiplying."""
 
-TWIN, EMULATED, CUDA = "twin", "cuda-emulated", "cuda"
+EMULATED, CUDA = "cuda-emulated", "cuda"
 
 
 FORCED = os.environ.get("VLORA_ISA")
-"""Instruction set that `make test-isas` forces; None if the tests run with each set."""
+"""Instruction sets that `make test-isas` forces; None if the tests run with each set."""
 
 
-def instruction_sets() -> list[str]:
-    """Return the names of the CPU's instruction sets and of the plain C++ twin of AMX.
+def isas() -> list[str]:
+    """Return the instruction sets of this CPU and the plain C++ twin of AMX; none without the core.
 
-    They are sorted, because each worker must find the tests in the same order, and `tiles.isas()`
-    orders them by a measurement. The list is empty if the kernels were not built.
+    They are sorted by name, because each worker must find the tests in the same order, and
+    `tiles.isas()` orders them by a measurement.
     """
     try:
-        isas = sorted(tiles.isas())
+        return [FORCED] if FORCED else [*sorted(tiles.isas()), "twin"]
     except ImportError:
         return []
-    return [FORCED] if FORCED else [*isas, TWIN]
 
 
 def implementations() -> list[str]:
-    """Return the names of all implementations: the reference, each instruction set, the CUDA
-    kernels emulated on the host and, if there is a GPU, those on the GPU. Only the instruction set
-    if one is forced."""
+    """Return the names of all implementations: the reference, those of this CPU, the CUDA kernels
+    emulated on the host and, if there is a GPU, those on the GPU. `make test-isas` runs only what
+    it forces."""
     if FORCED:
-        return instruction_sets()
-    gpu = [CUDA] if torch.cuda.is_available() else []
-    return ["reference", *instruction_sets(), EMULATED, *gpu]
+        return isas()
+    return ["reference", *isas(), EMULATED, *([CUDA] if torch.cuda.is_available() else [])]
 
 
 def emulation() -> Library:
@@ -64,7 +62,7 @@ def emulation() -> Library:
         pytest.skip(str(error))
 
 
-compiled = pytest.mark.skipif(not instruction_sets(), reason="the compiled core was not built")
+compiled = pytest.mark.skipif(not isas(), reason="the compiled core was not built")
 
 
 def group_of(

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.atmm_problems import FORCED, instruction_sets
+from tests.support.atmm_problems import FORCED, isas
 from vlora.atmm import tiles
 from vlora.backends import Backend
 
 
-@pytest.fixture(params=[*([] if FORCED else ["reference"]), *instruction_sets()])
+@pytest.fixture(params=[*([] if FORCED else ["reference"]), *isas()])
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     """Yield the backend of each implementation, and use its instruction set meanwhile."""
     if request.param == "reference":
