@@ -35,6 +35,8 @@ def image(url: str | None = None, **fields: Any) -> dict[str, Any]:
 
 
 TEXT = {"type": "text", "text": "What color is the square?"}
+IMAGE, SHARP, ELSEWHERE = image(), image(detail="sharp"), image("http://example.org/a.png")
+PART = "messages[0].content[0]"
 FUNCTION = {"type": "function", "function": {"name": "f"}}
 ASSISTANT = {"role": "assistant", "content": "A square."}
 
@@ -163,33 +165,13 @@ REFUSED: list[tuple[str, dict[str, Any], int, str, str | None]] = [
         ({"messages": [*user("hello"), ASSISTANT]}, 400, "INVALID_ARG", "messages"),
         ({"messages": user(None)}, 400, "INVALID_ARG", "messages[0].content"),
         ({"messages": user([])}, 400, "INVALID_ARG", "messages[0].content"),
-        ({"messages": user([{"type": "text"}])}, 400, "INVALID_ARG", "messages[0].content[0]"),
+        ({"messages": user([{"type": "text"}])}, 400, "INVALID_ARG", PART),
         ({"messages": user("x", name=7)}, 400, "INVALID_ARG", "messages[0].name"),
         ({"messages": user("x", extra=1)}, 400, "INVALID_ARG", "messages[0].extra"),
-        (
-            {"messages": user([{"type": "input_audio"}])},
-            400,
-            "UNSUPPORTED",
-            "messages[0].content[0].type",
-        ),
-        (
-            {"messages": user([{"type": "image_url", "image_url": "x"}])},
-            400,
-            "INVALID_ARG",
-            "messages[0].content[0].image_url",
-        ),
-        (
-            {"messages": user([image("http://example.org/a.png")])},
-            403,
-            "PERMISSION_DENIED",
-            "messages[0].content[0].image_url.url",
-        ),
-        (
-            {"messages": user([image(detail="sharp")])},
-            400,
-            "INVALID_ARG",
-            "messages[0].content[0].image_url.detail",
-        ),
+        ({"messages": user([{"type": "input_audio"}])}, 400, "UNSUPPORTED", f"{PART}.type"),
+        ({"messages": user([IMAGE | {"image_url": "x"}])}, 400, "INVALID_ARG", f"{PART}.image_url"),
+        ({"messages": user([ELSEWHERE])}, 403, "PERMISSION_DENIED", f"{PART}.image_url.url"),
+        ({"messages": user([SHARP])}, 400, "INVALID_ARG", f"{PART}.image_url.detail"),
         ({"temperature": -0.1}, 400, "INVALID_ARG", "temperature"),
         ({"temperature": "hot"}, 400, "INVALID_ARG", "temperature"),
         ({"temperature": True}, 400, "INVALID_ARG", "temperature"),
