@@ -21,6 +21,8 @@ from vlora.launcher.repository import ServerOptions
 from vlora.launcher.server import TritonServer
 
 TIMEOUT = 60.0
+REFRESH_SECONDS = 1.2
+"""Time after which every metric has been refreshed; a model refreshes its own once a second."""
 KINDS = {"frames_raw": "UINT8", "image_features": "FP32", "image_layout": "INT32"}
 KINDS |= {
     "image_size": "INT32",

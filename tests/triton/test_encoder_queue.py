@@ -19,7 +19,7 @@ from transformers import LlavaForConditionalGeneration
 
 from tests.support.hostile_images import jpeg_with_scans
 from tests.support.polling import until
-from tests.support.triton_client import Asker, Refused, picture, serving
+from tests.support.triton_client import REFRESH_SECONDS, Asker, Refused, picture, serving
 from tools.demo.build import make_model, save_checkpoint
 from vlora.launcher.repository import ServerOptions
 from vlora.launcher.server import TritonServer
@@ -102,6 +102,12 @@ def counters(ask: Asker) -> dict[str, float]:
     return {name: metrics.get(f"vlora:{name}_total{ENCODER}", 0.0) for name in names}
 
 
+def settled_counters(ask: Asker) -> dict[str, float]:
+    """Return the encoder's counters, with what earlier tests have added."""
+    time.sleep(REFRESH_SECONDS)
+    return counters(ask)
+
+
 def added(ask: Asker, before: dict[str, float], **expected: float) -> None:
     """Wait until the counters have grown by this; then check that they have not grown by more."""
 
@@ -123,7 +129,7 @@ def test_a_deadline_that_passes_in_the_encoders_queue_ends_the_request_without_e
 ) -> None:
     models = ("video_analytics", "visual_retrieval", "lmm")
     keys = {"deadline_ms": 150}
-    before = counters(ask)
+    before = settled_counters(ask)
     with busy_encoder(ask) as busy, ThreadPoolExecutor(len(models)) as pool:
         answers = [
             pool.submit(
@@ -145,7 +151,7 @@ def test_a_deadline_that_passes_in_the_encoders_queue_ends_the_request_without_e
 
 def test_superseded_frames_are_not_encoded(ask: Asker) -> None:
     """The deadlines and streams of requests also work as request parameters."""
-    before = counters(ask)
+    before = settled_counters(ask)
     keys = {"stream_id": "camera", "supersede": True, "max_tokens": 1}
 
     def send(index: int) -> object:
@@ -172,7 +178,7 @@ def test_a_request_that_is_cancelled_or_left_in_the_encoders_queue_is_not_encode
     """Triton does not tell the models of an ensemble that a client has left."""
     models = ("video_analytics", "visual_retrieval", "lmm", "lmm_unary")
     names = {model: f"cancelled in {model}" for model in models}
-    before = counters(ask)
+    before = settled_counters(ask)
     with busy_encoder(ask) as busy, ThreadPoolExecutor(len(models)) as pool:
         answers = [
             pool.submit(call_of(ask, model), id=name, text_input="?", image=fresh_picture())

@@ -16,7 +16,7 @@ from benchmarks.perf_analyzer import fetch
 from benchmarks.perf_analyzer.sweep import write_inputs
 from clients.common import ClientError
 from tests.support.polling import until
-from tests.support.triton_client import Asker, Refused, picture
+from tests.support.triton_client import REFRESH_SECONDS, Asker, Refused, picture
 from vlora.errors import BY_CODE
 
 ADAPTERS = ("", "attention-r4", "all-r8", "feed-forward-r16", "head-r8")
@@ -207,6 +207,7 @@ def test_a_failed_request_is_counted_as_one_error(ask: Asker) -> None:
         outcome = ((series.match(name), value) for name, value in ask.metrics().items())
         return {(match[2], match[1]): value for match, value in outcome if match}
 
+    time.sleep(REFRESH_SECONDS)
     before = errors()
     assert len(before) == len(BY_CODE) * 4
     unknown = {"text_input": "What?", "sampling_parameters": {"lora_name": "unknown"}}
@@ -219,7 +220,6 @@ def test_a_failed_request_is_counted_as_one_error(ask: Asker) -> None:
     def added() -> dict[tuple[str, str], float]:
         return {key: now - before[key] for key, now in errors().items() if now != before[key]}
 
-    # Metrics are refreshed once a second.
     until(lambda: added() == expected)
 
 

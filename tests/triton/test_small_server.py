@@ -6,6 +6,7 @@ import json
 import re
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 import uuid
@@ -19,7 +20,14 @@ import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException, shared_memory
 
 from tests.support.polling import until
-from tests.support.triton_client import Asker, Refused, asking, picture, pixels
+from tests.support.triton_client import (
+    REFRESH_SECONDS,
+    Asker,
+    Refused,
+    asking,
+    picture,
+    pixels,
+)
 from vlora.launcher.processes import children, is_alive
 from vlora.launcher.repository import ServerOptions
 from vlora.launcher.server import TritonServer
@@ -171,10 +179,10 @@ def test_without_a_feature_cache_every_image_is_encoded(ask: Asker) -> None:
     def encoded() -> float:
         return ask.metrics()['vlora:encoder_images_total{model="vision_encoder",version="1"}']
 
+    time.sleep(REFRESH_SECONDS)
     before = encoded()
     for _ in range(3):
         ask.once("video_analytics", text_input="?", image=picture())
-    # Metrics are refreshed once a second.
     until(lambda: encoded() == before + 3)
 
 
