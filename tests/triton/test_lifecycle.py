@@ -39,11 +39,6 @@ def test_the_models_have_the_documented_names_kinds_and_required_inputs(ask: Ask
         assert required == ({"text_output", "details"} if name == "task_head" else expected)
 
 
-def test_a_port_in_use_is_rejected_with_the_option_that_sets_another(server: TritonServer) -> None:
-    with pytest.raises(ServerError, match=rf"port {server.options.http_port} .*--http-port"):
-        TritonServer(ServerOptions(http_port=server.options.http_port))
-
-
 @pytest.fixture
 def lone_model(tmp_path: Path) -> Path:
     """Return a repository with only `task_head`, without the `model.json` that it reads."""
