@@ -283,5 +283,5 @@ def serving(options: ServerOptions) -> Iterator[TritonServer]:
     """
     with TritonServer(options) as server:
         yield server
-        assert server.failure() is None, server.explain()
+        assert server.failure() is None, f"{server.failure()}\n{server.explain()}"
         server.kill()
