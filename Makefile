@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.set-up
 SERVE ?=
 TESTS ?=
-WORKERS ?=
+WORKERS ?= logical
+SHUFFLE ?=
 NAME ?=
 QUICK ?= 1
 BENCH ?=
@@ -19,8 +20,11 @@ DEPLOY ?=
 CPP := $(shell find csrc -name "*.cpp" -o -name "*.h" -o -name "*.cu" -o -name "*.cuh")
 CORE := setup.py $(shell find csrc -type f -not -path "*/cuda/*" -not -path "*/test/*" -not -name "*.md")
 
+# A worker needs about 1 GiB of memory. Without WORKERS, the tests run in this process.
+PARALLEL = $(if $(WORKERS),-n $(WORKERS) --maxprocesses 8 --dist loadgroup --no-loadscope-reorder)
+
 .DEFAULT_GOAL := help
-.PHONY: help serve test demo generate accuracy bench cuda gpu gpu-check dist lock deploy-check sanitize lint types clean
+.PHONY: help serve test demo generate accuracy bench cuda gpu gpu-check dist lock deploy-check sanitize test-isas lint types clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,8 +32,11 @@ help: ## Show this list
 serve: $(READY) ## Serve the demo model in the foreground until Ctrl-C (options: SERVE="--http-port 9000")
 	@$(BIN)/vlora serve $(SERVE)
 
-test: $(READY) ## Run all tests (a part of them: TESTS=tests/unit; in several processes: WORKERS=2)
-	@$(BIN)/pytest $(if $(WORKERS),-n $(WORKERS) --dist loadgroup --no-loadscope-reorder) $(TESTS)
+test: $(READY) ## Run all tests in a process per core (WORKERS=1; a part: TESTS=tests/unit; other order: SHUFFLE=7)
+	@$(BIN)/pytest $(PARALLEL) $(if $(SHUFFLE),--shuffle $(SHUFFLE)) $(TESTS)
+
+test-isas: $(READY) ## Run the kernels' tests with each instruction set of this CPU forced, and with two at once
+	@$(BIN)/python -m tests.programs.each_isa $(PARALLEL)
 
 demo: $(READY) ## Send sample images and videos to a server (starts one if there is none) and show the answers
 	@$(BIN)/python -m tools.demo.show

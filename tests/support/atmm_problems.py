@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol, cast
@@ -41,6 +42,10 @@ MULTIPLY_PAIRS = ("twin", "avx512_bf16", "amx")
 EMULATED, CUDA = "cuda-emulated", "cuda"
 
 
+FORCED = os.environ.get("VLORA_ISA")
+"""Instruction sets that `make test-isas` forces; None if the tests run with each set."""
+
+
 def isas() -> list[str]:
     """Return the instruction sets of this CPU and the plain C++ twin of AMX; none without the core.
 
@@ -48,14 +53,17 @@ def isas() -> list[str]:
     `tiles.isas()` orders them by a measurement.
     """
     try:
-        return [*sorted(tiles.isas()), "twin"]
+        return [FORCED] if FORCED else [*sorted(tiles.isas()), "twin"]
     except ImportError:
         return []
 
 
 def implementations() -> list[str]:
     """Return the names of all implementations: the reference, those of this CPU, the CUDA kernels
-    emulated on the host and, if there is a GPU, those on the GPU."""
+    emulated on the host and, if there is a GPU, those on the GPU. `make test-isas` runs only what
+    it forces."""
+    if FORCED:
+        return isas()
     return ["reference", *isas(), EMULATED, *([CUDA] if torch.cuda.is_available() else [])]
 
 

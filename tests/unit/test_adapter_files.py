@@ -416,7 +416,9 @@ def test_an_unknown_key_of_vlora_json_is_rejected_with_the_nearest_known_one(
         (folder / "vlora.json").write_text(json.dumps({name: ["vqa"]}))
         with pytest.raises(InvalidArgument, match="unknown key") as caught:
             load_adapter("x", folder, model)
-        assert str(caught.value).endswith(f"'{name}'{hint}Known: tasks, accuracy, head, skills")
+        assert str(caught.value).endswith(
+            f"'{name}'{hint}Known: tasks, default_task, accuracy, head, skills"
+        )
 
 
 MODEL = ModelShape(

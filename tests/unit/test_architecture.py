@@ -157,11 +157,11 @@ def test_model_files_are_thin_and_reach_triton_through_our_package(path: Path) -
 
 
 def test_no_test_module_imports_another_one() -> None:
-    """Shared helpers are in `tests/support`."""
+    """Shared helpers are in `tests/support`, and programs in `tests/programs`."""
     importers = [
         f"{path.relative_to(TOP)} imports {name}"
         for path in (TOP / "tests").rglob("*.py")
         for name in imports_of(path)
-        if name.startswith("tests.") and not name.startswith("tests.support")
+        if name.startswith("tests.") and not name.startswith(("tests.support", "tests.programs"))
     ]
     assert importers == []

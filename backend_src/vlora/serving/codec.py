@@ -48,7 +48,7 @@ TRITON_PARAMETERS = frozenset(
 MAX_SAMPLING_DEPTH = MAX_DEPTH + 2  # `sampling_parameters` may contain a JSON schema.
 TRITON_PREFIXES = ("triton_", "x-")  # Reserved by Triton, or forwarded from HTTP headers.
 IMAGE_INPUTS = ("image", "frames", "frames_raw")
-INPUTS = ("text_input", *IMAGE_INPUTS, "task", "messages", "metadata", "sampling_parameters")
+INPUTS = ("text_input", *IMAGE_INPUTS, "task", "metadata", "sampling_parameters")
 # Tensor with the version of the adapter applied to the vision tower.
 ADAPTER_VERSION = "image_adapter"
 FRESHNESS_KEYS = ("deadline_ms", "stream_id", "supersede")  # They have an effect before the engine.

@@ -147,7 +147,16 @@ def test_a_device_is_near_with_the_same_vendor_family_and_l2() -> None:
     assert dataclasses.replace(device, l3=480 << 10).cold_bytes == 256 << 20
 
 
-def test_tables_of_both_dtypes_are_loaded_together_and_wrong_ones_ignored(tmp_path: Path) -> None:
+@pytest.mark.parametrize("isas", ["auto", "scalar,twin"])
+def test_tables_of_both_dtypes_are_loaded_together_and_wrong_ones_ignored(
+    tmp_path: Path, isas: str
+) -> None:
+    """fp32 and bf16 may use different instruction sets."""
+    with tiles.isa(isas):
+        _check_tables_of_both_dtypes(tmp_path)
+
+
+def _check_tables_of_both_dtypes(tmp_path: Path) -> None:
     name = tiles.configs("apply", "fp32")[0]["name"]
     shape = {"rows": 1, "d_in": 64, "d_out": 32, "rank": 16, "segments": 1}
     here, paths = Cpu.here(), {}

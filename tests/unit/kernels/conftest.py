@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.support.atmm_problems import isas
+from tests.support.atmm_problems import FORCED, isas
 from vlora.atmm import tiles
 from vlora.backends import Backend
 
@@ -18,7 +18,7 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(params=["reference", *isas()])
+@pytest.fixture(params=[*([] if FORCED else ["reference"]), *isas()])
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     """Yield the backend of each implementation, and use its instruction set meanwhile."""
     if request.param == "reference":

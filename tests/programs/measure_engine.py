@@ -1,7 +1,7 @@
 """Run an engine until all of its memory has been used, and compare the memory with the plan.
 
 It needs a process of its own, because it would reuse memory that other tests have freed:
-`python -m tests.support.measure_engine CHECKPOINT DTYPE ADAPTERS FOLDER`.
+`python -m tests.programs.measure_engine CHECKPOINT DTYPE ADAPTERS FOLDER`.
 """
 
 from __future__ import annotations

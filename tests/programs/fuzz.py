@@ -1,6 +1,6 @@
 """Fuzzing of a running server: each mutated request must get an answer or an error with a code.
 
-    .venv/bin/python -m tests.support.fuzz --grpc localhost:8001 --http localhost:8000 --count 10000
+    python -m tests.programs.fuzz --grpc localhost:8001 --http localhost:8000 --count 10000
 
 Each request is a valid one with one to four mutations of its bytes, shapes, types, JSON,
 parameters, images, ids or requested outputs (`mutations.py`). It is sent over unary gRPC, a gRPC
@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from tests.support.mutations import Mutator, Question, as_json
+from tests.programs.mutations import Mutator, Question, as_json
 from tests.support.triton_client import picture
 
 DEADLINE = 60.0
@@ -303,7 +303,7 @@ def run(
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.support.fuzz", description=__doc__.splitlines()[0]
+        prog="python -m tests.programs.fuzz", description=__doc__.splitlines()[0]
     )
     address = {"metavar": "HOST:PORT", "help": "address of the server (default: %(default)s)"}
     parser.add_argument("--grpc", default="localhost:8001", **address)

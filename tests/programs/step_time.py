@@ -4,7 +4,7 @@ The demo model has 64 running requests, which decode for ever, and 1,024 waiting
 pass computes nothing. Half of the requests sample their tokens. The policies take turns, so that a
 slow machine affects all alike.
 
-usage: python -m tests.support.step_time --steps 200
+usage: python -m tests.programs.step_time --steps 200
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def busy_engine(policy: str) -> tuple[Engine, NoForward]:
 def main() -> None:
     """Print the fastest and the median step of each policy, in milliseconds, as JSON."""
     parser = argparse.ArgumentParser(
-        prog="python -m tests.support.step_time",
+        prog="python -m tests.programs.step_time",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

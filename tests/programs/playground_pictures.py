@@ -1,6 +1,6 @@
 """Draw the documentation's pictures of the playground, with a server of the demo model.
 
-usage: python -m tests.support.playground_pictures
+usage: python -m tests.programs.playground_pictures
 """
 
 from __future__ import annotations
