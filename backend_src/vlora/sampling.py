@@ -64,7 +64,6 @@ ACCEPTED_VALUES: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "early_stopping": (False,),
     "detokenize": (True,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True, False),
     "flat_logprobs": (False,),
     "stream_interval": (1,),
@@ -94,8 +93,7 @@ REFUSED: dict[str, str] = {
     "truncate_prompt_tokens": "a prompt is never truncated; shorten it",
     "logits_processors": "the server runs no client code",
     "extra_args": "the server runs no client code",
-    "skip_special_tokens": "special tokens never appear in text",
-    "spaces_between_special_tokens": "special tokens never appear in text",
+    "spaces_between_special_tokens": "text has no spaces that the tokens lack",
     "detokenize": "answers are text",
     "output_kind": "use the input 'stream' of the request",
     "stream_interval": "use 'stream_interval_ms', which counts milliseconds instead of tokens",
@@ -128,6 +126,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     max_tokens: int | None = 16
     min_tokens: int = 0
     ignore_eos: bool = False
@@ -274,6 +273,7 @@ _READERS: dict[str, Reader] = {
     "stop": _stop,
     "stop_token_ids": lambda key, value: () if value is None else _token_ids(key, value),
     "include_stop_str_in_output": read_boolean,
+    "skip_special_tokens": lambda key, value: value is None or read_boolean(key, value),
     "max_tokens": optional(RANGES["max_tokens"]),
     "ignore_eos": read_boolean,
     "logprobs": optional(RANGES["logprobs"]),

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests.support.engine_client import request, run_together
 from tests.support.families import FirstQwenVL
 from tests.support.qwen_vl import (
     RANKS,
@@ -19,12 +20,16 @@ from tests.support.qwen_vl import (
     slow_tokens,
 )
 from vlora.adapters.files import load_adapter
+from vlora.config import Options
+from vlora.engine.engine import Engine
 from vlora.errors import InvalidArgument
 from vlora.kernels.quantized import Format, QuantizedWeight, dequantize
 from vlora.model.decoder_config import load_config
 from vlora.model.loader import adapter_shape, load_weights
+from vlora.model.sampler import TokenSampler
 from vlora.model.tokenizer import load_tokenizer
 from vlora.offline.base_weights import BaseWeights
+from vlora.sampling import SamplingParams
 from vlora.vision.chat_template import ChatTemplate
 from vlora.vision.images import DecodedImage
 from vlora.vision.prompts import render
@@ -78,6 +83,59 @@ def test_tokens_are_those_of_the_published_list(model: Path, text: str) -> None:
     found = tokenizer(f"<|im_start|>{text}<|im_end|>")["input_ids"]
     assert found == [RANKS + 1, *slow_tokens(text), RANKS + 2]
     assert tokenizer.decode(found, skip_special_tokens=True) == text
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Engine:
+    return Engine(Options(model=model))
+
+
+BOX = "<ref>the answer</ref><box>(12,34),(56,78)</box>"
+
+
+@pytest.mark.parametrize(
+    ("answer", "keys", "expected"),
+    [
+        (f"<|extra_7|>{BOX}<|im_end|>", {}, BOX),
+        (f"{BOX}<|im_end|>", {"include_stop_str_in_output": True}, BOX),
+        (f"{BOX}<|im_end|>", {"skip_special_tokens": True, "stop": "</ref>"}, "<ref>the answer"),
+        (f"<img>{BOX}<|im_end|>", {"skip_special_tokens": False}, f"<img>{BOX}"),
+        (
+            f"{BOX}<|im_end|>",
+            {"skip_special_tokens": "false", "include_stop_str_in_output": True},
+            f"{BOX}<|im_end|>",
+        ),
+        (
+            f"a<|im_end|>{BOX}<|endoftext|>",
+            {"skip_special_tokens": False, "ignore_eos": True, "stop": ["<|endoftext|>"]},
+            f"a<|im_end|>{BOX}",
+        ),
+        ("what is", {"stop_token_ids": [RANKS - 6]}, "what"),
+        (
+            "what is",
+            {"stop_token_ids": [RANKS - 6], "include_stop_str_in_output": True},
+            "what is",
+        ),
+    ],
+)
+def test_answers_show_tags_and_control_tokens_only_if_asked(
+    engine: Engine,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    answer: str,
+    keys: dict[str, object],
+    expected: str,
+) -> None:
+    """The expected texts follow vLLM's rules. Its default also hides the tags of boxes."""
+    tokenizer = load_tokenizer(model)
+    drawn = iter(tokenizer(answer)["input_ids"])
+    monkeypatch.setattr(TokenSampler, "_pick", lambda self, scores, position: next(drawn))
+    sampling = SamplingParams.parse({"logprobs": 0, "max_tokens": 90, **keys})
+    outputs = run_together(engine, request("a", prompt="what", sampling=sampling))["a"]
+    assert "".join(output.text for output in outputs) == expected
+    assert outputs[-1].finish_reason == "stop"
+    texts = [token[0].text for output in outputs for token in output.logprobs or ()]
+    assert "".join(texts).startswith(expected)
 
 
 def test_a_chat_ends_with_its_turn_and_the_context_with_the_trained_length(model: Path) -> None:

@@ -18,7 +18,13 @@ from tools.demo.build import make_tokenizer
 from vlora.errors import InvalidArgument
 from vlora.vision.chat_template import Chat, ChatTemplate
 from vlora.vision.prompts import TASKS, render, task_text
-from vlora.vision.results import TextBox, build_result, parse_boxes, result_schema
+from vlora.vision.results import (
+    TextBox,
+    build_result,
+    parse_boxes,
+    pixels_per_patch,
+    result_schema,
+)
 
 BARE = ChatTemplate(prefix="", suffix="")
 CHAT = ChatTemplate(prefix="<s><|user|>", suffix="<|assistant|>")
@@ -330,9 +336,97 @@ def test_corners_may_come_in_either_order_and_an_unclosed_name_is_not_a_label():
     assert box.label is None
 
 
+# Answers as the families' publishers print them, with the pixels and the label of each box in a
+# picture of 100 x 200 pixels.
+QWEN2 = (
+    "<|object_ref_start|>the dog<|object_ref_end|><|box_start|>(500,250),(1000,1000)<|box_end|>"
+    "<|box_start|>(0,0),(100,500)<|box_end|>"
+)
+QWEN2_BOXES = [([100, 25, 200, 100], "the dog"), ([0, 0, 20, 50], "the dog")]
+JSON = """```json
+[
+\t{"bbox_2d": [28, 14, 112, 56], "label": "fox"},
+\t{"bbox_2d": [112, 56, 56, 28], "text_content": "exit {"},
+\t{"bbox_2d": [1.5, 0, 14, 7]}
+]
+```"""
+
+
+@pytest.mark.parametrize(
+    ("model_type", "text", "boxes"),
+    [
+        ("qwen", "<ref>a</ref><box>(500,250),(999,999)</box>", [([100, 25, 199.8, 99.9], "a")]),
+        ("qwen2_vl", QWEN2, QWEN2_BOXES),
+        ("qwen3_vl", QWEN2, QWEN2_BOXES),
+        (
+            "qwen3_vl",
+            '{"bbox_2d": [500, 250, 1000, 1000], "label": "a"}',
+            [([100, 25, 200, 100], "a")],
+        ),
+        # The resized picture has 56 x 112 pixels: 4 x 8 patches of 14 pixels.
+        (
+            "qwen2_5_vl",
+            JSON.replace(" {", ""),
+            [
+                ([50, 25, 200, 100], "fox"),
+                ([100, 50, 200, 100], "exit"),
+                ([2.68, 0, 25, 12.5], None),
+            ],
+        ),
+        ("qwen2_5_vl", "<|box_start|>(56,28),(112,56)<|box_end|>", [([100, 50, 200, 100], None)]),
+        (
+            "qwen2_5_vl",
+            "<ref>a</ref><box>(500,250),(999,999)</box>",
+            [([100, 25, 199.8, 99.9], "a")],
+        ),
+    ],
+)
+def test_boxes_are_read_as_each_family_writes_them(model_type, text, boxes, tmp_path):
+    config = {
+        "model_type": model_type,
+        "vision_config": {"patch_size": 14, "spatial_patch_size": 14},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    picture = pictures((5, 5), (100, 200))
+    picture["layout"][1, 3:5] = 4, 8
+    result = result_of(text, pictures=picture, pixels_per_patch=pixels_per_patch(tmp_path))
+    objects = result["images"][1]["objects"]
+    assert [(one["box"], one["label"]) for one in objects] == boxes
+    assert result["warnings"] == []
+
+
+def test_a_box_off_the_resized_picture_is_omitted_with_a_warning(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
+    picture = pictures((100, 200))
+    result = result_of(JSON, pictures=picture, pixels_per_patch=pixels_per_patch(tmp_path))
+    assert (
+        'not a box within 28 x 28 pixels: \'{"bbox_2d": [28, 14, 112, 56]' in result["warnings"][0]
+    )
+
+
+def test_a_layout_without_patches_is_refused_if_boxes_are_in_pixels(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
+    picture = pictures((100, 200))
+    picture["layout"][0, 4] = 0
+    with pytest.raises(InvalidArgument, match="h, w = 2, 0; they must be positive"):
+        result_of(JSON, pictures=picture, pixels_per_patch=pixels_per_patch(tmp_path))
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(InvalidArgument, match=r"config\.json cannot be read"):
+        pixels_per_patch(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("text", "boxes", "warning"),
     [
+        ("<|box_start|>(1,2),(3,1001)<|box_end|>", 0, "not a box on the grid of 0-1000"),
+        ("<|box_start|>(1,2),(3,4)</box>", 0, "</box> at character 24 closes nothing"),
+        ('{"bbox_2d": [1, 2, 3]}', 0, "not a box on the grid"),
+        ('{"bbox_2d": [1, 2, 3, true]}', 0, "not a box"),
+        ('{"bbox_2d": [1, 2, 3, NaN]}', 0, "not a box"),
+        ('{"bbox_2d": [1, 2, 3, 4], "bbox_2d": 0}', 0, "not a box"),
+        ('{"bbox_2d": ' + "[" * 5000 + "}", 0, "not a box"),
+        ('[{"bbox_2d": [1, 2, 3, 4]}, {"bbox_2d": [5, 6', 1, '1 "bbox_2d" outside of a complete'),
+        (JSON, 2, '1 "bbox_2d" outside of a complete'),
         ("<ref>a</ref><box>(1,2),(3,1000)</box>", 0, "not a box on the grid of 0-999"),
         ("<box>(1,2),(3)</box>", 0, "not a box"),
         ("<box>(-1,2),(3,4)</box>", 0, "not a box"),
@@ -381,7 +475,22 @@ def test_arguments_that_do_not_fit_together_are_refused(changes, message):
 
 
 FRAGMENTS = st.sampled_from(
-    ["<ref>", "</ref>", "<box>", "</box>", "(12,34)", ",", "star", "(999,0)"]
+    [
+        "<ref>",
+        "</ref>",
+        "<box>",
+        "</box>",
+        "<|box_start|>",
+        "<|box_end|>",
+        "(12,34)",
+        ",",
+        "star",
+        "(999,0)",
+        "(1000,1000)",
+        '{"bbox_2d": ',
+        "[1, 2, 3.5, 1000]",
+        "}",
+    ]
 )
 
 
@@ -391,11 +500,11 @@ def test_any_text_gives_boxes_within_the_image(text):
     assert result["text"] == text
     for item in result["images"][0]["objects"]:
         left, top, right, bottom = item["box"]
-        assert 0 <= left <= right < 50
-        assert 0 <= top <= bottom < 30
+        assert 0 <= left <= right <= 50
+        assert 0 <= top <= bottom <= 30
 
 
 def test_hostile_text_takes_linear_time():
     start = time.perf_counter()
-    parse_boxes("<ref>" * 20_000 + "<box>(" * 20_000)
+    parse_boxes("<ref>" * 20_000 + "<box>(" * 20_000 + '{"bbox_2d": [' * 20_000)
     assert time.perf_counter() - start < 1

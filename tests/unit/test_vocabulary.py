@@ -2,17 +2,43 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from vlora.model.tokenizer import TextStream, Vocabulary
+from vlora.model.tokenizer import SPECIAL_TOKENS, TextStream, Vocabulary, control_tokens
+
+# Special tokens of published tokenizers, in the order of their ids.
+QWEN = " ".join(SPECIAL_TOKENS)
+QWEN2_VL = """<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|>
+    <|box_start|> <|box_end|> <|quad_start|> <|quad_end|> <|vision_start|> <|vision_end|>
+    <|vision_pad|> <|image_pad|> <|video_pad|>"""
+LLAVA = "<unk> <s> </s> <image> <pad>"
+LLAMA_3 = """<|begin_of_text|> <|end_of_text|> <|reserved_special_token_0|>
+    <|finetune_right_pad_id|> <|start_header_id|> <|end_header_id|> <|eom_id|> <|eot_id|>
+    <|python_tag|>"""
+MISTRAL = """<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS]
+    [/TOOL_RESULTS] [TOOL_CALLS] [IMG] <pad> [IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] [SUFFIX]"""
+COORDINATES = "<point> </point> <|det|> <|/det|> <loc_12> <loc0007> <bin_999> [BOX] 500"
+
+
+def extended(tokenizer: PreTrainedTokenizerFast, names: str) -> PreTrainedTokenizerFast:
+    """Return a copy of a tokenizer that has further special tokens."""
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.add_special_tokens([AddedToken(name, normalized=False) for name in names.split()])
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
 def stream_of(
-    vocabulary: Vocabulary, tokens: list[int], stop: tuple[str, ...] = (), include: bool = False
+    vocabulary: Vocabulary,
+    tokens: list[int],
+    stop: tuple[str, ...] = (),
+    include: bool = False,
+    skip: bool = True,
 ) -> list[str]:
-    stream = TextStream(vocabulary, stop, include)
+    stream = TextStream(vocabulary, stop, include, skip)
     parts = []
     for token in tokens:
         text, stopped = stream.push(token)
@@ -82,7 +108,58 @@ def test_text_that_may_begin_a_stop_string_is_held_back(
     assert stream.push(newline) == ("", True)
 
 
-def test_special_tokens_never_appear_in_text(
+@pytest.fixture(scope="module")
+def grounding(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    return extended(tokenizer, f"{QWEN} {QWEN2_VL}")
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        (QWEN, "<ref> </ref> <box> </box> <quad> </quad>"),
+        (QWEN2_VL, " ".join(QWEN2_VL.split()[3:9])),
+        (LLAVA, ""),
+        (LLAMA_3, ""),
+        (MISTRAL, ""),
+        (COORDINATES, COORDINATES),
+    ],
+)
+def test_of_the_special_tokens_text_shows_marks_of_boxes_and_coordinates(
+    names: str, shown: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    with_names = extended(tokenizer, names)
+    ids = with_names.convert_tokens_to_ids(names.split())
+    vocabulary = Vocabulary(with_names)
+    assert stream_of(vocabulary, ids)[:-1] == [
+        name if name in shown.split() else "" for name in names.split()
+    ]
+    assert stream_of(vocabulary, ids, skip=False)[:-1] == names.split()
+    # Choices and structures cannot contain them.
+    assert not any(vocabulary.bytes_of[id] for id in ids)
+
+
+@settings(deadline=None, max_examples=100)
+@given(data=st.data())
+def test_text_equals_the_tokenizers_with_and_without_control_tokens(
+    data: st.DataObject, grounding: PreTrainedTokenizerFast
+) -> None:
+    vocabulary = Vocabulary(grounding)
+    special = grounding.convert_tokens_to_ids(f"{QWEN} {QWEN2_VL}".split())
+    any_token = st.integers(0, len(grounding) - 1) | st.sampled_from(special)
+    tokens = data.draw(st.lists(any_token, max_size=20))
+    shown = [token for token in tokens if token not in control_tokens(grounding)]
+    assert "".join(stream_of(vocabulary, tokens)) == grounding.decode(shown)
+    assert "".join(stream_of(vocabulary, tokens, skip=False)) == grounding.decode(tokens)
+
+
+def test_a_stop_string_may_be_a_tag(grounding: PreTrainedTokenizerFast) -> None:
+    tokens = grounding("a<box>(1,2),(3,4)</box>b", add_special_tokens=False)["input_ids"]
+    vocabulary = Vocabulary(grounding)
+    assert "".join(stream_of(vocabulary, tokens, ("</box>",), True)) == "a<box>(1,2),(3,4)</box>"
+    assert "".join(stream_of(vocabulary, tokens, ("<box>",))) == "a"
+
+
+def test_control_tokens_never_appear_in_text(
     tokenizer: PreTrainedTokenizerFast, vocabulary: Vocabulary
 ) -> None:
     assert "".join(stream_of(vocabulary, list(tokenizer.all_special_ids))) == ""

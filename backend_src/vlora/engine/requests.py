@@ -52,7 +52,9 @@ class RequestState:
         self.matcher: Matcher | None = None
         self.sequence = sequence
         self.sampler = sampler
-        self._stream = TextStream(vocabulary, params.stop, params.include_stop_str_in_output)
+        self._stream = TextStream(
+            vocabulary, params.stop, params.include_stop_str_in_output, params.skip_special_tokens
+        )
         self._first_scheduled: float | None = None
         self._first_token: float | None = None
         self._modes: Counter[str] = Counter()
@@ -110,16 +112,16 @@ class RequestState:
                 choices.advance(token)
                 return (choices.finished, "stop") if choices.finished else ("", None)
             return choices.complete or "", "stop"
-        if token in self.sampler.ends:
+        params, length = self.sequence.request.sampling, self.sequence.output_length
+        ended = token in self.sampler.ends
+        # As in vLLM, the token that ends an answer counts as a stop string.
+        if ended and not params.include_stop_str_in_output:
             return self._stream.flush(), "stop"
-        length = self.sequence.output_length
-        text, stopped = self._stream.push(
-            token, check_stop=length > self.sequence.request.sampling.min_tokens
-        )
+        text, stopped = self._stream.push(token, check_stop=length > params.min_tokens)
         if stopped:
             return text, "stop"
-        if length >= self.sequence.max_tokens:
-            return text + self._stream.flush(), "length"
+        if ended or length >= self.sequence.max_tokens:
+            return text + self._stream.flush(), "stop" if ended else "length"
         return text, None
 
     def scored(self, values: torch.Tensor, now: float) -> Output:

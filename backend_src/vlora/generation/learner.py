@@ -23,6 +23,7 @@ from transformers import AutoImageProcessor, AutoTokenizer, LlavaForConditionalG
 from vlora.adapters.files import WEIGHTS
 from vlora.generation.examples import Example
 from vlora.generation.spec import Item, Training
+from vlora.model.tokenizer import control_tokens
 from vlora.vision.chat_template import ChatTemplate
 from vlora.vision.families.base import PROCESSOR_BACKEND
 from vlora.vision.prompts import TASKS, render
@@ -311,5 +312,7 @@ class Learner(nn.Module):
             do_sample=False,
             max_new_tokens=TASKS[task].max_tokens,
         )
-        texts: list[str] = self.base.tokenizer.batch_decode(generated, skip_special_tokens=True)
+        hidden = control_tokens(self.base.tokenizer)
+        shown = ([token for token in row if token not in hidden] for row in generated.tolist())
+        texts: list[str] = self.base.tokenizer.batch_decode(list(shown))
         return texts

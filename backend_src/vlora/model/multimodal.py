@@ -16,6 +16,10 @@ MULTIMODAL = {
     "qwen3_vl": "qwen_vl",
 }
 
+# Model types whose boxes are in pixels of the resized picture, with the default edge of a patch.
+# The boxes of all others are on a grid.
+PIXEL_BOXES = {"qwen2_5_vl": 14}
+
 
 def takes_images(model_type: object) -> bool:
     """Return whether a checkpoint of this `model_type` has a vision tower, or takes text only."""

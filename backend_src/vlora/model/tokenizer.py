@@ -26,6 +26,13 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 from vlora.errors import InvalidArgument
 
 _BYTE_TOKEN = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
+# Special tokens that belong to an answer: marks of names and places, and single coordinates. All
+# others (ends, roles, image markers, padding, reserved ones) control the model.
+_CONTENT_TOKEN = re.compile(
+    r"[<\[]\|?/?(?:(?:object_)?ref|det|grounding|box|quad|point|poly|polygon|loc|coord|bin|seg)"
+    r"(?:_start|_end)?[_-]?[0-9]*\|?[>\]]|[0-9]+",
+    re.IGNORECASE,
+)
 
 
 def _byte_level_alphabet() -> dict[str, int]:
@@ -44,7 +51,8 @@ class Vocabulary:
     """Bytes of every token that the model can generate.
 
     size: number of tokens of the model, if the tokenizer may have more.
-    bytes_of: bytes by token id; b"" for special tokens, which never appear in text.
+    bytes_of: bytes by token id, for choices and structures; b"" for special tokens, which these
+        can never contain.
     """
 
     def __init__(self, tokenizer: Any, size: int | None = None) -> None:
@@ -53,13 +61,14 @@ class Vocabulary:
         # write a space as "▁" and single bytes as <0x..>. The tokenizer's decoder shows which kind
         # the tokenizer is.
         self._byte_level = "ByteLevel" in str(tokenizer.backend_tokenizer.decoder)
-        special = set(tokenizer.all_special_ids)
+        special = special_tokens(tokenizer)
         size = len(tokenizer) if size is None else size
         self.bytes_of: list[bytes] = [b""] * min(len(tokenizer), size)
         for text, token in tokenizer.get_vocab().items():
-            if token >= size or token in special or (token in added and added[token].special):
-                continue
-            self.bytes_of[token] = text.encode() if token in added else self._to_bytes(text)
+            if token < size and token not in special:
+                self.bytes_of[token] = text.encode() if token in added else self._to_bytes(text)
+        self._special = {token: text.encode() for token, text in special.items()}
+        self._control = control_tokens(tokenizer)
 
     def _to_bytes(self, text: str) -> bytes:
         if self._byte_level:
@@ -93,9 +102,34 @@ class Vocabulary:
                 lengths.setdefault(token_bytes[:2], {1}).add(len(token_bytes))
         return {prefix: tuple(sorted(values)) for prefix, values in lengths.items()}
 
-    def text(self, token: int) -> str:
-        """Return a token's text on its own, with U+FFFD for incomplete characters."""
-        return self.bytes_of[token].decode(errors="replace") if token < len(self.bytes_of) else ""
+    def shown(self, token: int, skip_special_tokens: bool = True) -> bytes:
+        """Return a token's bytes in the text of an answer.
+
+        skip_special_tokens: whether control tokens have none.
+        """
+        if token in self._special:
+            hidden = skip_special_tokens and token in self._control
+            return b"" if hidden else self._special[token]
+        return self.bytes_of[token] if token < len(self.bytes_of) else b""
+
+    def text(self, token: int, skip_special_tokens: bool = True) -> str:
+        """Return `shown` as text on its own, with U+FFFD for incomplete characters."""
+        return self.shown(token, skip_special_tokens).decode(errors="replace")
+
+
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """Return the names of a tokenizer's special tokens by id."""
+    special = {
+        id: token.content for id, token in tokenizer.added_tokens_decoder.items() if token.special
+    }
+    ids = tokenizer.all_special_ids
+    return special | dict(zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True))
+
+
+def control_tokens(tokenizer: Any) -> frozenset[int]:
+    """Return the ids of the special tokens that an answer's text does not show by default."""
+    special = special_tokens(tokenizer).items()
+    return frozenset(id for id, text in special if not _CONTENT_TOKEN.fullmatch(text))
 
 
 class TextStream:
@@ -103,15 +137,20 @@ class TextStream:
 
     Text that may be the start of a stop string is held back. All deltas together equal the text of
     the tokenizer's `decode`, with U+FFFD for an incomplete character at the end, which the
-    `DecodeStream` of the package tokenizers would omit.
+    `DecodeStream` of the package tokenizers would omit. Content tokens such as `<box>` are shown.
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, stop: tuple[str, ...] = (), include_stop: bool = False
+        self,
+        vocabulary: Vocabulary,
+        stop: tuple[str, ...] = (),
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
     ) -> None:
         self._vocabulary = vocabulary
         self._stop = stop
         self._include_stop = include_stop
+        self._skip_special_tokens = skip_special_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
 
@@ -120,8 +159,7 @@ class TextStream:
 
         check_stop: if False, stop strings are ignored and nothing is held back.
         """
-        bytes_of = self._vocabulary.bytes_of
-        text = self._decoder.decode(bytes_of[token] if token < len(bytes_of) else b"")
+        text = self._decoder.decode(self._vocabulary.shown(token, self._skip_special_tokens))
         if not self._stop:
             return text, False
         self._held += text

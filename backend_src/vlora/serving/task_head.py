@@ -10,8 +10,11 @@ from vlora.strict_json import load_object
 from vlora.vision.results import build_result
 
 
-def to_result(tensors: Tensors, limits: Limits) -> Tensors:
-    """Return the `result` of one answer. Raises InvalidArgument for an invalid input."""
+def to_result(tensors: Tensors, limits: Limits, pixels_per_patch: int = 0) -> Tensors:
+    """Return the `result` of one answer. Raises InvalidArgument for an invalid input.
+
+    pixels_per_patch: see `build_result`.
+    """
     inputs = Inputs(tensors)
     layout = inputs.array("image_layout", np.int32, (None, 6))
     size = inputs.array("image_size", np.int32, (None, 2))
@@ -26,5 +29,6 @@ def to_result(tensors: Tensors, limits: Limits) -> Tensors:
         labels=[inputs.decode("head_labels", label) for label in inputs.strings("head_labels")],
         scores=[] if scores is None else scores.tolist(),
         metadata=inputs.decode("metadata", metadata),
+        pixels_per_patch=pixels_per_patch,
     )
     return {"result": strings([result])}

@@ -44,7 +44,7 @@ class Speller:
 
     llguidance's reader of tokenizers never allows tokens like `<box>`, which served models need.
 
-    special_token_ids: tokens that never appear in text.
+    special_token_ids: tokens that no structure contains.
     """
 
     bos_token_id = None

@@ -84,6 +84,10 @@ def test_answers_are_split_as_the_server_splits_them(page: Page) -> None:
         "(1,2),(30,4)",
         "(999,0) (5,7)",
         "(1000,1),(2,3)",
+        "<|object_ref_start|>",
+        "<|object_ref_end|>",
+        "<|box_start|>",
+        "<|box_end|>",
     ]
     words += [" cat ", "é<", "<re", "\n", "(7,8)"]
     texts = ["".join(rng.choices(words, k=rng.randint(1, 9))) for _ in range(400)]
