@@ -21,6 +21,7 @@ LAYERS = [
         "atomic_file",
         "draining",
         "errors",
+        "file_names",
         "fork_server",
         "ids",
         "metrics",
