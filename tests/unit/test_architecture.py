@@ -19,6 +19,7 @@ MODELS = sorted(REPOSITORY.glob("*/1/model.py"))
 LAYERS = [
     {
         "atomic_file",
+        "base64_text",
         "draining",
         "errors",
         "file_names",
