@@ -429,8 +429,9 @@ def _cast(value: Any, hint: Any, what: str) -> Any:
     if found is None:
         auto = ' or "auto"' if _AUTO_HINT in kinds else ""
         raise InvalidArgument(f"{what} must be {EXPECTED[kinds[0]]}{auto}, not {json.dumps(value)}")
-    convert = {Path: to_path, float: float}.get(found)
-    return value if convert is None else convert(value)
+    if found is Path:
+        return to_path(value)
+    return float(value) if found is float else value
 
 
 def _spelled(value: Any) -> Any:
