@@ -17,6 +17,7 @@ import struct
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageFile, PngImagePlugin, UnidentifiedImageError
@@ -60,6 +61,11 @@ def open_pictures(data: bytes, name: str, as_frames: bool, limit: int) -> Iterat
         while _is_animated(image) and _seek(image, index):
             yield image
             index += 1
+
+
+def open_file(path: Path) -> Image.Image:
+    """Open a picture of the operator's own, of any of Pillow's formats. Raises Pillow's errors."""
+    return Image.open(io.BytesIO(_without_bulk(path.read_bytes())))
 
 
 def load_rgb(image: Image.Image, name: str) -> ByteArray:
