@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, get_args, get_type_hints
 
 from vlora.errors import InvalidArgument, nearest
+from vlora.file_names import to_path, to_text
 from vlora.strict_json import BOOLEANS, load_object
 
 MODEL_VARIABLE = "VLORA_MODEL"  # Environment variable that overrides `model` in `model.json`.
@@ -215,7 +216,7 @@ def replace_keys(keys: Mapping[str, Any], replacing: Mapping[str, Any]) -> dict[
 def resolve_folders(keys: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Return the keys of a `model.json` in `folder`, with folders made absolute."""
     return dict(keys) | {
-        key: str((folder / keys[key]).resolve())
+        key: to_text((folder / to_path(keys[key])).resolve())
         for key in ("model", "adapters", *RENAMED)
         if isinstance(keys.get(key), str) and keys[key]
     }
@@ -428,7 +429,9 @@ def _cast(value: Any, hint: Any, what: str) -> Any:
     if found is None:
         auto = ' or "auto"' if _AUTO_HINT in kinds else ""
         raise InvalidArgument(f"{what} must be {EXPECTED[kinds[0]]}{auto}, not {json.dumps(value)}")
-    return found(value) if found in (Path, float) else value
+    if found is Path:
+        return to_path(value)
+    return float(value) if found is float else value
 
 
 def _spelled(value: Any) -> Any:

@@ -12,6 +12,8 @@ import reprlib
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
+from vlora.file_names import decoded
+
 
 class VLoraError(Exception):
     """Base of the errors that end a request. The message says what was wrong and would be right."""
@@ -22,6 +24,9 @@ class VLoraError(Exception):
     @property
     def message(self) -> str:
         return str(self)
+
+    def __str__(self) -> str:
+        return decoded(super().__str__())
 
 
 class InvalidArgument(VLoraError):

@@ -19,8 +19,10 @@ MODELS = sorted(REPOSITORY.glob("*/1/model.py"))
 LAYERS = [
     {
         "atomic_file",
+        "base64_text",
         "draining",
         "errors",
+        "file_names",
         "fork_server",
         "ids",
         "metrics",

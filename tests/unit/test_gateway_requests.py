@@ -275,7 +275,8 @@ def loopback_is_public(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_data_url_is_decoded_and_a_broken_one_is_refused() -> None:
     encoded = base64.b64encode(b"picture").decode()
-    assert decode(Media(f"data:image/png;base64,{encoded}", "here")) == b"picture"
+    for spelled in (encoded, f"{encoded[:5]}\r\n {encoded[5:]}\n"):
+        assert decode(Media(f"data:image/png;base64,{spelled}", "here")) == b"picture"
     for wrong in (
         "data:image/png;base64",
         f"data:image/png,{encoded}",

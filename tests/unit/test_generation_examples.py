@@ -133,6 +133,9 @@ def test_a_task_with_boxes_needs_an_answer_with_a_box(data: Path) -> None:
 def test_a_teacher_labels_images_or_leaves_them_out(data: Path) -> None:
     Image.new("RGB", (4, 4), (99, 0, 0)).save(data / "digits" / "unknown.png")
     item = item_of(data, teacher={"python": f"{__name__}:brightness"}, question="How is it?")
+    # A server also takes a picture with such a profile.
+    picture = Image.open(data / "digits" / "0" / "0.png")
+    picture.save(data / "digits" / "0" / "0.png", icc_profile=bytes(2 << 20))
     examples = read_examples(item, load_teacher(item))
     assert len(examples) == 60
     assert {one.answer for one in examples} == {"light", "dark"}

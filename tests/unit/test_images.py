@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from vlora.config import Limits
 from vlora.errors import InvalidArgument
@@ -86,6 +87,54 @@ def test_every_format_is_read_raw_and_as_base64(format, wrap):
     assert image.rgb.flags.c_contiguous
     if format not in ("GIF", "JPEG"):
         np.testing.assert_array_equal(image.rgb, pixels)
+
+
+def texts(*chunks: tuple[bytes, bytes]) -> dict[str, PngInfo]:
+    """Return the option of a PNG with these chunks: kind and content."""
+    info = PngInfo()
+    for kind, content in chunks:
+        info.add(kind, content)
+    return {"pnginfo": info}
+
+
+LONG = b"workflow " * (1 << 18)  # 2.25 MiB
+PLAIN = ((b"tEXt", b"a\0" + LONG), (b"iTXt", b"b\0\0\0\0\0" + LONG))
+COMPRESSED = (
+    (b"zTXt", b"c\0\0" + zlib.compress(LONG)),
+    (b"iTXt", b"d\0\1\0\0\0" + zlib.compress(LONG)),
+)
+MANY = [(b"zTXt", b"e\0\0" + zlib.compress(bytes(1 << 20)))] * 70
+BOMBS = [(b"zTXt", b"f\0\0" + zlib.compress(bytes(64 << 20)))] * 200
+BULK = {
+    "profile": ("PNG", {"icc_profile": np.random.default_rng(0).bytes(2 << 20)}),
+    "profile that compresses well": ("PNG", {"icc_profile": bytes(32 << 20)}),
+    "profile of a JPEG": ("JPEG", {"icc_profile": bytes(2 << 20)}),
+    "profile of a WebP": ("WEBP", {"icc_profile": bytes(2 << 20), "lossless": True}),
+    "profile of a TIFF": ("TIFF", {"icc_profile": bytes(2 << 20)}),
+    "comment of a GIF": ("GIF", {"comment": LONG}),
+    "texts": ("PNG", texts(*PLAIN, *COMPRESSED)),
+    "many texts": ("PNG", texts(*MANY)),
+    "bombs": ("PNG", texts(*BOMBS)),
+    "texts without content": ("PNG", texts((b"zTXt", b""), (b"iTXt", b"a\0"), (b"tEXt", b""))),
+}
+
+
+@pytest.mark.parametrize("bulk", BULK)
+def test_long_texts_and_profiles_are_ignored(bulk):
+    """Image editors write them: histories, workflows of generators, profiles of printers."""
+    pixels = random_rgb(1)
+    format, options = BULK[bulk]
+    image = decode_one(encode(pixels, format, **options), max_decode_bytes=256 << 20)
+    if format not in ("GIF", "JPEG"):
+        np.testing.assert_array_equal(image.rgb, pixels)
+
+
+@pytest.mark.parametrize("length", [0, 3 << 20])
+def test_an_orientation_in_a_text_is_applied(length):
+    xmp = b'<x:xmpmeta><a tiff:Orientation="6"/>' + bytes(length).replace(b"\0", b" ")
+    kept = (b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0" + xmp)
+    image = decode_one(encode(random_rgb(1), "PNG", **texts(*COMPRESSED, kept)))
+    assert (image.height, image.width) == (30, 20)
 
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "TIFF"])

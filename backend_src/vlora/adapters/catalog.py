@@ -28,6 +28,7 @@ from vlora.adapters.handle import AdapterHandle, Stamp
 from vlora.adapters.model_shape import ModelShape
 from vlora.adapters.routing import Router
 from vlora.errors import InvalidArgument, NotFound, known_names
+from vlora.file_names import to_path, to_text
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ def find_folders(root: Path | None, names: Mapping[str, str]) -> dict[str, Path]
     names: name → folder of further adapters, relative to the root (absolute without one), as in the
         vLLM backend's `multi_lora.json`. They take precedence over subfolders with the same name.
     """
-    own = {} if root is None else {name: root / name for name in folders_in(root)}
+    own = {} if root is None else {name: root / to_path(name) for name in folders_in(root)}
     named = _paths(root, names)
     for name in named:
         if name in own and not _same_file(own[name], named[name]):
@@ -70,7 +71,7 @@ def find_folders(root: Path | None, names: Mapping[str, str]) -> dict[str, Path]
 
 
 def _paths(root: Path | None, names: Mapping[str, str]) -> dict[str, Path]:
-    return {name: Path(at) if root is None else root / at for name, at in names.items()}
+    return {name: (root or Path()) / to_path(at) for name, at in names.items()}
 
 
 class FolderFinder:
@@ -86,20 +87,25 @@ class FolderFinder:
         """Return name → folder. Raise InvalidArgument if the root cannot be read."""
         if self._root is not None and (present := folders_in(self._root)) != self._present:
             self._present = present
-            self._folders = {name: self._root / name for name in present} | self._named
+            self._folders = {name: self._root / to_path(name) for name in present} | self._named
         return self._folders
 
 
 def folders_in(root: Path) -> Sequence[str]:
-    """Return the sorted names of the entries that may be adapters. Raises InvalidArgument."""
+    """Return the names of the entries that may be adapters, as text, in the order of their bytes.
+
+    Raises InvalidArgument if the root cannot be read.
+    """
     if not root.is_dir():
         raise InvalidArgument(f"the adapter root {root} is not a folder")
     core = _native()
     try:
         if core is not None:
-            return list(map(os.fsdecode, core.adapter_names(os.fsencode(root))))
+            names = core.adapter_names(os.fsencode(root))
+            return [name.decode("utf-8", "surrogateescape") for name in names]
         entries = sorted(root.iterdir(), key=os.fsencode)
-        return [e.name for e in entries if not e.name.startswith(".") and _may_be_adapter(e)]
+        shown = (e for e in entries if not e.name.startswith("."))
+        return [to_text(e.name) for e in shown if _may_be_adapter(e)]
     except OSError as error:
         raise InvalidArgument(f"the adapter root {root} cannot be read: {error}") from error
 

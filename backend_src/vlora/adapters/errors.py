@@ -18,6 +18,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from vlora.errors import InvalidArgument, OutOfMemory
+from vlora.file_names import decoded
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 def as_text(name: str) -> str:
     """Return `name`, which may contain any bytes or surrogates, as valid UTF-8 with escapes."""
-    return name.encode(errors="backslashreplace").decode()
+    return decoded(name).encode(errors="backslashreplace").decode()
 
 
 class ErrorFactory:

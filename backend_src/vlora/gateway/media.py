@@ -7,7 +7,6 @@ connection is opened, so no host name can evade the check. Redirects are not fol
 from __future__ import annotations
 
 import asyncio
-import binascii
 import ipaddress
 import socket
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from urllib.parse import urlsplit
 
 import httpcore2
 
+from vlora.base64_text import decode_base64
 from vlora.errors import shown
 from vlora.gateway.errors import ApiError, invalid
 from vlora.gateway.messages import Media
@@ -98,7 +98,7 @@ def decode(media: Media) -> bytes:
         form = "base64, as in data:image/png;base64,iVBORw0…"
         raise invalid(media.param, f"'{media.param}' must be {form}")
     try:
-        return binascii.a2b_base64(media.url[comma + 1 :], strict_mode=True)
+        return decode_base64(media.url[comma + 1 :])
     except ValueError as error:
         raise invalid(media.param, f"'{media.param}' is not valid base64: {error}") from None
 

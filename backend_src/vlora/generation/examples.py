@@ -11,10 +11,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 from vlora.errors import InvalidArgument, shown
 from vlora.generation.spec import BOX_TASKS, Item
+from vlora.vision.pictures import open_file
 from vlora.vision.results import parse_boxes
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
@@ -165,7 +164,7 @@ def digest_of(path: Path) -> str:
 def _unreadable(path: Path) -> str | None:
     """Return why a file is not an image; None if it seems to be one. Pixels are not decoded."""
     try:
-        with Image.open(path) as image:
+        with open_file(path) as image:
             image.verify()
     except Exception as error:  # Pillow raises many types of exceptions for damaged files.
         return str(error) or type(error).__name__

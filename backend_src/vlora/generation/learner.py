@@ -15,7 +15,6 @@ from typing import Any
 import peft
 import torch
 from cachetools import LRUCache, cachedmethod
-from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoImageProcessor, AutoTokenizer, LlavaForConditionalGeneration
@@ -26,6 +25,7 @@ from vlora.generation.spec import Item, Training
 from vlora.model.tokenizer import control_tokens
 from vlora.vision.chat_template import ChatTemplate
 from vlora.vision.families.base import PROCESSOR_BACKEND
+from vlora.vision.pictures import open_file
 from vlora.vision.prompts import TASKS, render
 
 IGNORED = -100
@@ -128,7 +128,7 @@ class Base:
         found = {path: self._features[path] for path in paths if path in self._features}
         missing = [path for path in dict.fromkeys(paths) if path not in found]
         if missing:
-            pictures = [Image.open(path).convert("RGB") for path in missing]
+            pictures = [open_file(path).convert("RGB") for path in missing]
             pixels = self._processor(pictures, return_tensors="pt")["pixel_values"].to(self.device)
             output = self.model.get_image_features(pixel_values=pixels)
             for path, part in zip(missing, getattr(output, "pooler_output", output), strict=True):

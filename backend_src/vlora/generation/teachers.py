@@ -17,6 +17,7 @@ from vlora.errors import InvalidArgument, shown
 from vlora.generation.examples import Example, digest_of
 from vlora.generation.metrics import METRICS
 from vlora.generation.spec import Item, OnnxTeacher, Teacher
+from vlora.vision.pictures import open_file
 
 SAVE_EVERY = 50  # Number of new answers after which they are written to the file.
 
@@ -41,7 +42,7 @@ def load_teacher(item: Item) -> Label | None:
 
     def checked(path: Path) -> str | None:
         try:
-            with Image.open(path) as image:
+            with open_file(path) as image:
                 answer = label(image.convert("RGB"))
         except Exception as error:
             raise InvalidArgument(f"{its_teacher} fails on {path}: {error!r}") from error

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 
 from vlora.errors import InvalidArgument
+from vlora.file_names import to_path
 from vlora.weights.safetensors import FLOATS, declared_tensors, open_tensors, read_header, read_rows
 
 INDEX = "model.safetensors.index.json"
@@ -54,8 +55,8 @@ def indexed_weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
         return files, {}
     try:
         listed = {
-            str(key): folder / str(file)
-            for key, file in json.loads(index.read_text())["weight_map"].items()
+            str(key): folder / to_path(str(file))
+            for key, file in json.loads(index.read_bytes())["weight_map"].items()
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InvalidArgument(f"model: {index} cannot be read: {error!r}") from error
@@ -93,7 +94,7 @@ def _instead_of_pickles(folder: Path) -> str:
     if not pickles:
         return ""
     try:
-        (name,) = json.loads((folder / "config.json").read_text())["architectures"]
+        (name,) = json.loads((folder / "config.json").read_bytes())["architectures"]
     except (OSError, ValueError, KeyError, TypeError):
         name = ""
     if not str(name).isidentifier():

@@ -24,6 +24,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from vlora.errors import InvalidArgument
+from vlora.file_names import openable
 
 _BYTE_TOKEN = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
 # Special tokens that belong to an answer: marks of names and places, and single coordinates. All
@@ -374,7 +375,11 @@ def load_tokenizer(folder: Path) -> Any:
     """
     file = folder / RANKS
     if (folder / "tokenizer.json").is_file() or not file.is_file():
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        # The Rust library takes only paths that are valid UTF-8.
+        with openable(folder) as path:
+            return AutoTokenizer.from_pretrained(
+                path, local_files_only=True, trust_remote_code=False
+            )
     try:
         converted = _Converter(str(file), _PATTERN).converted()
     except (OSError, ValueError, binascii.Error) as error:

@@ -3,30 +3,32 @@
 - An element of a request's input is a file of an accepted format, recognized by its first bytes,
   or strict base64 of such a file, with white space and a `data:...;base64,` prefix allowed.
 - EXIF orientation is applied. Transparent pixels are composed onto white. 16-bit samples are scaled
-  to 8 bits. Palette, gray and CMYK become RGB. Color profiles are ignored.
+  to 8 bits. Palette, gray and CMYK become RGB. Color profiles are ignored, and so are texts of a
+  PNG that are too long.
 - An animated file is refused as an image. In `frames`, each picture of an animated file is a frame.
   Only the first picture of a multi-picture JPEG, which phones write, is used.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import io
 import re
+import struct
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageFile, UnidentifiedImageError
+from PIL import Image, ImageFile, PngImagePlugin, UnidentifiedImageError
 
+from vlora.base64_text import decode_base64
 from vlora.errors import InvalidArgument
 
 ByteArray = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # Accepted formats, by Pillow's names.
 _OUT_OF_MEMORY = ImageFile.ERRORS[-9]
-_DATA_URL = re.compile(rb"data:[\w.+/;=-]*;base64,", re.IGNORECASE)
-_WHITE_SPACE = b" \t\r\n"
+_DATA_URL = re.compile(rb"data:[^,]{0,256};base64,", re.IGNORECASE)
 _ORIENTATION_TAG = 0x0112
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -47,7 +49,7 @@ def open_pictures(data: bytes, name: str, as_frames: bool, limit: int) -> Iterat
 
     Raises InvalidArgument, and MemoryError if the process has no memory left.
     """
-    encoded = _unwrap(data, name, limit)
+    encoded = _without_bulk(_unwrap(data, name, limit))
     with _pillow_errors(name), Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
         if _is_animated(image) and not as_frames:
             raise InvalidArgument(
@@ -59,6 +61,11 @@ def open_pictures(data: bytes, name: str, as_frames: bool, limit: int) -> Iterat
         while _is_animated(image) and _seek(image, index):
             yield image
             index += 1
+
+
+def open_file(path: Path) -> Image.Image:
+    """Open a picture of the operator's own, of any of Pillow's formats. Raises Pillow's errors."""
+    return Image.open(io.BytesIO(_without_bulk(path.read_bytes())))
 
 
 def load_rgb(image: Image.Image, name: str) -> ByteArray:
@@ -113,10 +120,9 @@ def _unwrap(data: bytes, name: str, limit: int) -> bytes:
     if _is_encoded(data):
         return data
     head = _DATA_URL.match(data)
-    text = data[head.end() if head else 0 :].translate(None, _WHITE_SPACE)
     try:
-        encoded = base64.b64decode(text, validate=True)
-    except binascii.Error:
+        encoded = decode_base64(data[head.end() if head else 0 :])
+    except ValueError:
         encoded = b""
     if not _is_encoded(encoded):
         raise InvalidArgument(
@@ -134,11 +140,63 @@ def _is_encoded(data: bytes) -> bool:
     return bitmap or webp or data.startswith(_MAGIC)
 
 
+_PNG = b"\x89PNG\r\n\x1a\n"
+_CHUNK = struct.Struct(">I4s")  # Header of a PNG's chunk: bytes of its content, kind.
+_CRC_BYTES = 4  # The checksum after the content.
+_TEXTS = (b"tEXt", b"zTXt", b"iTXt")  # Kinds of chunks.
 _MAGIC = (
-    *(b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF87a", b"GIF89a"),
+    *(_PNG, b"\xff\xd8\xff", b"GIF87a", b"GIF89a"),
     *(b"II*\x00", b"MM\x00*", b"II+\x00", b"MM\x00+"),
 )
 _BITMAP_HEADERS = {size.to_bytes(4, "little") for size in (12, 40, 52, 56, 64, 108, 124)}
+
+
+def _without_bulk(data: bytes) -> bytes:
+    """Return a PNG without its color profile, and without texts that are too long for Pillow, which
+    would refuse the whole file. Other texts are kept, because they may have the orientation.
+
+    Files of other formats are returned unchanged.
+    """
+    kept = []
+    start, available = 0, PngImagePlugin.MAX_TEXT_MEMORY
+    for kind, position, end in _chunks_of_png(data):
+        if kind in _TEXTS and available > 0:
+            size, is_readable = _text_size(kind, data[position + _CHUNK.size : end - _CRC_BYTES])
+            available -= size
+            if is_readable and available >= 0:
+                continue
+        elif kind not in (b"iCCP", *_TEXTS):
+            continue
+        kept.append(data[start:position])
+        start = end
+    return b"".join([*kept, data[start:]]) if kept else data
+
+
+def _chunks_of_png(data: bytes) -> Iterator[tuple[bytes, int, int]]:
+    """Yield kind, start and end of each complete chunk. Yield nothing for other formats."""
+    position = len(_PNG) if data.startswith(_PNG) else len(data)
+    while position + _CHUNK.size <= len(data):
+        length, kind = _CHUNK.unpack_from(data, position)
+        end = position + _CHUNK.size + length + _CRC_BYTES
+        if end > len(data):
+            return
+        yield kind, position, end
+        position = end
+
+
+def _text_size(kind: bytes, content: bytes) -> tuple[int, bool]:
+    """Return the bytes of a text that Pillow would hold, and whether it would accept so many."""
+    _, _, rest = content.partition(b"\0")
+    if kind == b"tEXt" or (kind == b"iTXt" and rest[:1] == b"\0"):
+        return len(content), True
+    # Before a compressed text stand its method and, if international, a flag and two words.
+    compressed = rest[1:] if kind == b"zTXt" else rest[2:].split(b"\0", 2)[-1]
+    stream = zlib.decompressobj()
+    try:
+        size = len(stream.decompress(compressed, PngImagePlugin.MAX_TEXT_CHUNK))
+    except zlib.error:
+        return len(content), True  # Pillow ignores such a text.
+    return size, not stream.unconsumed_tail
 
 
 def _is_animated(image: Image.Image) -> bool:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import triton_python_backend_utils as pb_utils
 
 from vlora.config import load_adapter_names, load_options
 from vlora.errors import VLoraError
+from vlora.file_names import decoded, to_path
 from vlora.serving.metrics import ErrorCounts, ErrorExporter, Exporter, Metric, Refresher, Registry
 from vlora.serving.model_process import Lifeline
 from vlora.serving.responder import as_vlora_error
@@ -38,7 +38,7 @@ class TritonHandler(logging.Handler):
         logger = pb_utils.Logger
         try:
             # Triton takes only text that can be encoded.
-            text = self.format(record).encode(errors="backslashreplace").decode()
+            text = decoded(self.format(record)).encode(errors="backslashreplace").decode()
             if record.levelno >= logging.ERROR:
                 logger.log_error(text)
             elif record.levelno >= logging.WARNING:
@@ -104,7 +104,7 @@ class TritonProcess:
     def __init__(self, args: Mapping[str, str]) -> None:
         log_to_triton(args["model_name"])
         self.lifeline = Lifeline(args["model_name"])
-        self._lmm_version = Path(args["model_repository"]).parent / LMM / "1"
+        self._lmm_version = to_path(args["model_repository"]).parent / LMM / "1"
         self.options = load_options(self._lmm_version / "model.json")
         self.calls = ModelCalls()
         self.labels = {"model": args["model_name"], "version": args["model_version"]}

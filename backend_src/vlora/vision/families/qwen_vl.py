@@ -64,7 +64,7 @@ def _read(file: Path) -> Settings:
     if not file.is_file():
         return {}
     try:
-        return load_object(file.read_text(), str(file))
+        return load_object(file.read_text(encoding="utf-8"), str(file))
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidArgument(f"{file} cannot be read: {error}") from error
 
