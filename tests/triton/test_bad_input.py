@@ -275,7 +275,7 @@ def test_empty_lists_of_images_are_the_same_as_no_images(ask: Asker) -> None:
 
 def test_a_batch_of_prompts_for_the_encoder_is_rejected(ask: Asker) -> None:
     text = np.array([[b"a"], [b"b"]], dtype=object)
-    with pytest.raises(Refused, match="batch-size must be <= 1 for 'vision_encoder'"):
+    with pytest.raises(Refused, match="INVALID_ARG: the request has a batch of prompts"):
         ask.once("vision_encoder", text_input=text)
 
 

@@ -32,7 +32,7 @@ def test_every_model_of_the_repository_is_ready(server: TritonServer, ask: Asker
 def test_the_models_have_the_documented_names_kinds_and_required_inputs(ask: Asker) -> None:
     for name in MODELS:
         config = ask.client.get_model_config(name).config
-        assert config.max_batch_size == (1 if name == "vision_encoder" else 0)
+        assert config.max_batch_size == (16 if name == "vision_encoder" else 0)
         assert config.model_transaction_policy.decoupled == (name in ("lmm", "visual_retrieval"))
         required = {tensor.name for tensor in config.input if not tensor.optional}
         expected = {"text_input"} if name.startswith("lmm") else set()

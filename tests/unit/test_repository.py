@@ -16,7 +16,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 from typer.testing import CliRunner
 
 from vlora.cli import app
-from vlora.config import Limits, load_options
+from vlora.config import load_options
 from vlora.errors import InvalidArgument
 from vlora.launcher.repository import copy_with_overrides, write_repository
 from vlora.model.decoder_config import load_config
@@ -25,7 +25,7 @@ from vlora.model.multimodal import MULTIMODAL
 from vlora.paths import SOURCE_TREE, model_repository
 from vlora.serving.arrivals import ArrivalStamps
 from vlora.serving.codec import INPUTS
-from vlora.serving.vision_encoder import VisionService, read_images
+from vlora.serving.vision_encoder import VisionService
 from vlora.vision.encoder import VisionEncoder
 from vlora.vision.families.base import vision_family
 from vlora.vision.features import EncodedImages
@@ -118,11 +118,6 @@ def test_the_vision_encoder_returns_what_its_service_makes() -> None:
     made = VisionService._to_tensors(service, none, 0.0).keys()
     assert names(CONFIGS["vision_encoder"].output) == made
     assert made >= FEATURE_INPUTS
-
-
-def test_the_vision_encoder_accepts_each_size_of_batch_that_it_advertises() -> None:
-    for size in range(1, CONFIGS["vision_encoder"].max_batch_size + 1):
-        read_images({"text_input": np.array([[b"text"]] * size, object)}, Limits())
 
 
 @pytest.mark.parametrize("model", ["video_analytics", "visual_retrieval"])

@@ -163,9 +163,10 @@ def test_a_request_that_cannot_be_read_is_rejected_and_the_other_one_is_handled(
     assert bad.sent[0][0].error.message.startswith("INVALID_ARG: ")
 
 
-def test_features_of_a_call_of_the_encoder_have_no_batch_dimension(
+def test_a_batch_that_another_requests_strings_have_failed_is_encoded_again(
     backend: ModuleType, requests: ModuleType
 ) -> None:
+    """An error of Triton fails the whole batch, so the request is tried again; ours is final."""
     tensors = {
         "image_features": np.ones((1, 2, 3)),
         "image_layout": np.ones((1, 1, 6)),
@@ -174,15 +175,30 @@ def test_features_of_a_call_of_the_encoder_have_no_batch_dimension(
     outputs = [
         SimpleNamespace(name=lambda n=n: n, as_numpy=lambda v=v: v) for n, v in tensors.items()
     ]
-    response = SimpleNamespace(has_error=lambda: False, output_tensors=lambda: outputs)
-    backend.InferenceRequest = lambda **_: SimpleNamespace(exec=lambda: response)
+    others = "incomplete string data for inference input 'image', expecting string of length 9"
+
+    messages: list[str] = []
+
+    def respond() -> Any:
+        message = messages.pop(0)
+        error = SimpleNamespace(message=lambda: message)
+        return SimpleNamespace(
+            has_error=lambda: bool(message), error=lambda: error, output_tensors=lambda: outputs
+        )
+
+    request = SimpleNamespace(exec=respond)
+    backend.InferenceRequest = lambda **_: request
     calls = requests.ModelCalls()
+
+    messages[:] = [others, others, ""]
     assert calls.encode_images({"text_input": np.zeros(1)}, "id").features.shape == (2, 3)
-    message = "INVALID_ARG: image 0 is corrupt"
-    error = SimpleNamespace(message=lambda: message)
-    response = SimpleNamespace(has_error=lambda: True, error=lambda: error)
+    messages[:] = ["INVALID_ARG: image 0 is corrupt", ""]
     with pytest.raises(InvalidArgument, match=r"^image 0 is corrupt$"):
         calls.encode_images({"text_input": np.zeros(1)}, "id")
+    messages[:] = [others] * 4
+    with pytest.raises(VLoraError, match="incomplete string data"):
+        calls.encode_images({"text_input": np.zeros(1)}, "id")
+    assert len(messages) == 1
 
 
 def test_an_error_is_counted_only_by_the_model_that_raised_it_first(requests: ModuleType) -> None:
