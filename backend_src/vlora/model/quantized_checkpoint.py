@@ -200,10 +200,13 @@ def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
 def _gptq(parts: Parts, stored: StoredQuantization, where: str) -> UnpackedMatrix:
     """Return a matrix [in, out], with weights packed along inputs and zeros along outputs."""
     values = unpack(_part(parts, "qweight", torch.int32, where).T, stored.bits)
-    zeros = unpack(_part(parts, "qzeros", torch.int32, where), stored.bits).T
+    # The writers subtract the offset from whole words, so that a zero of 0 borrows from the next.
+    # Adding it to whole words, modulo 2³², restores both.
+    ones = stored.zero_offset * sum(1 << shift for shift in range(0, 32, stored.bits))
+    zeros = unpack(_part(parts, "qzeros", torch.int32, where) + ones, stored.bits).T
     scales = _part(parts, "scales", None, where).T
     groups = _part(parts, "g_idx", torch.int32, where) if "g_idx" in parts else None
-    return UnpackedMatrix(values, scales, zeros + stored.zero_offset, groups)
+    return UnpackedMatrix(values, scales, zeros, groups)
 
 
 def _awq(parts: Parts, stored: StoredQuantization, where: str) -> UnpackedMatrix:
