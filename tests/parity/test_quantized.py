@@ -7,26 +7,19 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlavaForConditionalGeneration,
-)
+from transformers import LlavaForConditionalGeneration
 
 from benchmarks import llava
 from tests.support.logits import SMALL, engine_logits, stock_logits
 from tests.support.make_adapters import AdapterSpec, make_adapters
 from tests.support.quantized_checkpoints import LINEAR, VISION, Layout, quantize_checkpoint
-from tests.support.questions import WORDS
 from tests.support.small_adapter import edit_tensors
+from tests.support.small_decoder import logits_gap, save_decoder
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.errors import InvalidArgument
@@ -35,7 +28,6 @@ from vlora.kernels.quantize import quantize
 from vlora.kernels.quantized import Format, allocate, dequantize
 from vlora.model.decoder_config import load_config
 from vlora.model.loader import find_weights
-from vlora.model.runner import Runner, StepResult
 from vlora.request import Request
 from vlora.sampling import SamplingParams
 from vlora.vision.encoder import VisionEncoder
@@ -57,65 +49,6 @@ LAYOUTS = {
     "int8-channels": Layout("compressed-tensors", bits=8, group=-1, symmetric=True),
     "int8-tensor": Layout("compressed-tensors", bits=8, group=-1, symmetric=True, per_tensor=True),
 }
-
-
-def save_decoder(checkpoint: Path, folder: Path, *, tied: bool = False) -> LlamaForCausalLM:
-    """Save a random decoder with the demo's tokenizer, and return it."""
-    torch.manual_seed(3)
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=160,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.2,
-        attention_bias=True,
-        tie_word_embeddings=tied,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    model = AutoModelForCausalLM.from_config(config).eval()
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    assert isinstance(model, LlamaForCausalLM)
-    return model
-
-
-def logits_gap(model: LlamaForCausalLM, folder: Path, **options: Any) -> float:
-    """Return the largest difference between the engine's logits and those of transformers.
-
-    Prompts of many lengths are prefilled together, then decoded.
-    """
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    engine = Engine(Options(model=folder, **options))
-    rng = np.random.default_rng(0)
-    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
-    prompts = [" ".join(["<s>", *rng.choice(WORDS, length)]) for length in (1, 5, 9, 60)]
-    rows: list[torch.Tensor] = []
-    forward = Runner.forward
-
-    def recorded(self: Runner, *args: Any) -> StepResult:
-        result = forward(self, *args)
-        rows.append(result.logits.clone())
-        return result
-
-    gap = 0.0
-    for index, prompt in enumerate(prompts):
-        rows.clear()
-        engine.add(engine.prepare(Request(f"q{index}", prompt, params)), arrival=0.0)
-        tokens: list[int] = []
-        with patch.object(Runner, "forward", recorded):
-            while not engine.idle:
-                for output in engine.step():
-                    tokens += output.token_ids
-        ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        with torch.inference_mode():
-            expected = model(torch.tensor([ids + tokens])).logits[0, len(ids) - 1 : -1]
-        gap = max(gap, float((torch.cat(rows) - expected).abs().max()))
-    return gap
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -142,7 +75,7 @@ def test_published_layouts_equal_the_dequantized_model(
 def test_quantizing_at_load_equals_the_dequantized_model(
     options: dict[str, Any], form: Format, tied: bool, checkpoint: Path, tmp_path: Path
 ) -> None:
-    model = save_decoder(checkpoint, tmp_path, tied=tied)
+    model = save_decoder(checkpoint, tmp_path, tie_word_embeddings=tied)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
     _dequantize(model, form)
     assert logits_gap(model, tmp_path, **options) <= TOLERANCE
