@@ -272,13 +272,10 @@ def _store(
         )
     if target.format.bits == 8:
         values = values - middle
-    # A large group in the files is split into several groups in the slab.
-    repeats = -(-min(group, depth) // target.format.group) if target.format.group else 1
-    target.fill(
-        values,
-        matrix.scales.float().repeat_interleave(repeats, dim=1),
-        matrix.zeros.repeat_interleave(repeats, dim=1),
-    )
+    # A large group in the files is split into several groups in the slab. The last one may have
+    # fewer inputs, so it may be split into fewer.
+    of_group = torch.arange(0, depth, target.format.group or depth) // group
+    target.fill(values, matrix.scales.float()[:, of_group], matrix.zeros[:, of_group])
     return order
 
 
