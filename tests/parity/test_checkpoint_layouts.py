@@ -5,12 +5,24 @@ The folders are tiny, and the tables here list what differs from a plain one.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from tests.support.checkpoints import make_checkpoint
 from tests.support.quantized_checkpoints import Layout, quantize_checkpoint
 from tests.support.small_decoder import logits_gap, save_decoder
+from vlora.errors import InvalidArgument
+from vlora.ids import BASE
+from vlora.memory.kv_cache import KVCache
+from vlora.model.attention import AttentionPlan
+from vlora.model.chunk import Chunk
+from vlora.model.decoder_config import load_config
+from vlora.model.inputs import text_prompt
+from vlora.model.rotary import Rotary
 
 TOLERANCE = 3e-4
 
@@ -36,3 +48,60 @@ def test_groups_of_any_size_equal_the_dequantized_model(
     model = save_decoder(checkpoint, tmp_path, intermediate_size=320)
     model.load_state_dict(quantize_checkpoint(tmp_path, GROUP_SIZES[name]), strict=False)
     assert logits_gap(model, tmp_path) <= TOLERANCE
+
+
+def change(folder: Path, *path: str, **changes: Any) -> None:
+    """Change keys of an object in `config.json`, at a path of keys; None deletes a key."""
+    file = folder / "config.json"
+    config = one = json.loads(file.read_text())
+    for key in path:
+        one = one[key]
+    one |= changes
+    for key in [key for key, value in changes.items() if value is None]:
+        del one[key]
+    file.write_text(json.dumps(config))
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
+# Keys of `rope_parameters`, and the refusal.
+ROTARY = {
+    "partial": (YARN | {"partial_rotary_factor": 0.5}, "rotates 8 of the 16 columns of a head"),
+    "no-factor": ({"rope_type": "linear", "rope_theta": 1e4}, "cannot be read: .*factor"),
+    "unknown": (YARN | {"rope_type": "dynamic"}, "rope type 'dynamic' is not supported"),
+}
+
+
+@pytest.mark.parametrize("name", ROTARY)
+def test_a_rotary_embedding_of_another_width_is_refused(
+    name: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    parameters, message = ROTARY[name]
+    save_decoder(checkpoint, tmp_path)
+    change(tmp_path, rope_parameters=parameters)
+    with pytest.raises(InvalidArgument, match=message):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize("sections", [[1, 2, 2], [2, 3, 4]])
+def test_sections_of_another_width_are_refused(
+    sections: list[int], checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = make_checkpoint("qwen2_vl", checkpoint, tmp_path)
+    change(folder, "text_config", "rope_parameters", mrope_section=sections)
+    with pytest.raises(InvalidArgument, match=f"'mrope_section' has {sum(sections)} frequencies"):
+        load_config(folder)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize(
+    "shape", [(2, 7), (2, 9), (1, 8), (3, 8)], ids=["narrow", "wide", "short", "long"]
+)
+def test_attention_refuses_a_rotary_table_of_another_shape(
+    backend: Any, shape: tuple[int, int]
+) -> None:
+    chunk = Chunk("a", BASE, 0, 0, (1, 2), text_prompt((1, 2)), (0,), completes=True)
+    plan = AttentionPlan([chunk], KVCache(4, 1, 16, 2, 16), 4, backend=backend)
+    good, bad = torch.ones(2, 8), torch.ones(shape)
+    for rotary in (Rotary(bad, good), Rotary(good, bad), Rotary(good.double(), good)):
+        with pytest.raises(ValueError, match="must be contiguous"):
+            plan.attend(0, torch.zeros(2, 128), rotary)

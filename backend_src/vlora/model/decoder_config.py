@@ -17,7 +17,7 @@ from vlora.kernels.quantized import Format
 from vlora.model.families.base import WeightNames
 from vlora.model.families.registry import FAMILIES, refusal
 from vlora.model.quantized_checkpoint import StoredQuantization, stored_quantization
-from vlora.model.rotary import unsupported_rope
+from vlora.model.rotary import head_dim, unsupported_rope
 
 FRAMES_PER_SECOND = 24.0  # Frame rate that transformers assumes for clips without a frame rate.
 
@@ -162,7 +162,7 @@ def load_config(folder: Path) -> DecoderConfig:
         hidden=text.hidden_size,
         heads=heads,
         kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        head_dim=head_dim(text),
         intermediate=family.intermediate_size(text),
         vocabulary=text.vocab_size,
         norm_eps=text.rms_norm_eps,
@@ -219,7 +219,7 @@ def _unsupported(config: Any, text: Any) -> str | None:
     levels = image_levels(config)
     if levels >= text.num_hidden_layers:
         return f"{levels} levels of image features need more than {levels} layers"
-    return family.unsupported(text) or unsupported_rope(text)
+    return family.unsupported(text) or unsupported_rope(text, family.rope_axes)
 
 
 def _quantization(config: Any) -> Mapping[str, Any] | None:
