@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
 
 from tests.support.checkpoints import make_checkpoint
 from tests.support.quantized_checkpoints import Layout, quantize_checkpoint
@@ -60,6 +62,25 @@ def change(folder: Path, *path: str, **changes: Any) -> None:
     for key in [key for key, value in changes.items() if value is None]:
         del one[key]
     file.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("stored", ["none", "same", "other", "head-alone"])
+def test_a_head_stored_with_tied_embeddings_equals_transformers(
+    stored: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    save_decoder(checkpoint, tmp_path, tie_word_embeddings=True)
+    file, embedding = tmp_path / "model.safetensors", "model.embed_tokens.weight"
+    tensors = load_file(file)
+    if stored != "none":
+        tensors["lm_head.weight"] = tensors[embedding].clone()
+    if stored == "other":
+        tensors["lm_head.weight"] += torch.randn_like(tensors[embedding])
+    if stored == "head-alone":
+        del tensors[embedding]
+    save_file(tensors, file, {"format": "pt"})
+    assert load_config(tmp_path).tied == (stored != "other")
+    theirs = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert logits_gap(theirs, tmp_path) <= TOLERANCE
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}

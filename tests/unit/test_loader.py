@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -146,14 +147,33 @@ def test_a_stored_lm_head_that_cannot_be_read_is_named(folder: Path) -> None:
         head[:]
 
 
-def test_a_stale_head_stored_with_tied_embeddings_is_ignored_with_a_warning(
-    tied: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_another_head_stored_with_tied_embeddings_is_used_as_in_transformers(
+    tied: Path, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
-    edit(tied, lambda tensors: tensors.update({"lm_head.weight": torch.randn(VOCABULARY, HIDDEN)}))
+    head = torch.randn(VOCABULARY, HIDDEN).to(dtype)
+    edit(tied, lambda tensors: tensors.update({"lm_head.weight": head}))
+    theirs = LlamaForCausalLM.from_pretrained(tied, dtype=torch.float32)
     weights = load(tied)
-    assert weights.lm_head is weights.embedding
-    assert "lm_head.weight" in caplog.text
-    assert torch.equal(stored_lm_head(tied, load_config(tied))[:], weights.embedding)
+    assert torch.equal(weights.lm_head, theirs.lm_head.weight)
+    assert torch.equal(weights.lm_head, head.float())
+    assert torch.equal(weights.embedding, theirs.model.embed_tokens.weight)
+    assert "holds 'lm_head.weight', which differs from the embeddings" in caplog.text
+    assert torch.equal(stored_lm_head(tied, load_config(tied))[:], weights.lm_head)
+
+
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        (torch.zeros(VOCABULARY, HIDDEN).char(), "'lm_head.weight' as torch.int8"),
+        (torch.zeros(VOCABULARY + 8, HIDDEN), r"'lm_head.weight' of shape \(48, 16\)"),
+    ],
+)
+def test_a_head_stored_with_tied_embeddings_that_cannot_be_used_is_refused(
+    tied: Path, head: torch.Tensor, message: str
+) -> None:
+    edit(tied, lambda tensors: tensors.update({"lm_head.weight": head}))
+    assert re.search(message, refused(tied))
 
 
 def test_a_head_equal_to_the_tied_embeddings_gives_no_warning(
@@ -165,18 +185,6 @@ def test_a_head_equal_to_the_tied_embeddings_gives_no_warning(
     edit(tied, lambda t: t.update({name: tensor.half() for name, tensor in t.items()}))
     load(tied)
     assert caplog.text == ""
-
-
-def test_a_head_stored_with_tied_embeddings_is_compared_with_those_of_a_gpu(
-    tied: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    edit(tied, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
-    with fake_gpu() as device:
-        load_weights(tied, load_config(tied), device=device)
-        assert caplog.text == ""
-        edit(tied, lambda tensors: tensors["lm_head.weight"].add_(1))
-        load_weights(tied, load_config(tied), device=device)
-        assert "lm_head.weight" in caplog.text
 
 
 def test_tied_embeddings_may_be_stored_as_the_head_as_in_transformers(tied: Path) -> None:

@@ -137,6 +137,31 @@ class StoredRows:
             raise unreadable(self.file, self.key, error) from error
 
 
+# Rows that are compared at once. The first ones of two different matrices usually differ.
+COMPARED_ROWS = 1024
+
+
+def stored_alike(first: tuple[Path, str], second: tuple[Path, str]) -> bool:
+    """Return whether two stored tensors, each a file and a key, have the same shape and values.
+
+    Tensors of unsupported types are not alike. Raises InvalidArgument for a file that cannot be
+    read.
+    """
+    shapes, rows = [], []
+    for file, key in (first, second):
+        with open_weights(file) as opened:
+            stored = opened.get_slice(key)
+            shape, dtype = tuple(stored.get_shape()), str(stored.get_dtype())
+        if len(shape) != 2 or dtype not in FLOATS:
+            return False
+        shapes.append(shape)
+        rows.append(StoredRows(file, key, shape, FLOATS[dtype]))
+    parts = (slice(n, n + COMPARED_ROWS) for n in range(0, shapes[0][0], COMPARED_ROWS))
+    return shapes[0] == shapes[1] and all(
+        bool((rows[0][part] == rows[1][part]).all()) for part in parts
+    )
+
+
 def read(opened: Any, file: Path, key: str) -> torch.Tensor:
     """Return a tensor of an opened file. Raise InvalidArgument if it cannot be read."""
     try:

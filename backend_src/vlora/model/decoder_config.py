@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +15,13 @@ from transformers import AutoConfig, GenerationConfig
 from vlora.config import AUTO, Options
 from vlora.errors import InvalidArgument
 from vlora.kernels.quantized import Format
+from vlora.model.checkpoint import open_weights, stored_alike, weight_files
 from vlora.model.families.base import WeightNames
 from vlora.model.families.registry import FAMILIES, refusal
 from vlora.model.quantized_checkpoint import StoredQuantization, stored_quantization
 from vlora.model.rotary import head_dim, unsupported_rope
+
+log = logging.getLogger(__name__)
 
 FRAMES_PER_SECOND = 24.0  # Frame rate that transformers assumes for clips without a frame rate.
 
@@ -30,7 +34,9 @@ class DecoderConfig:
     heads, kv_heads: number of query heads, and of heads of keys and of values.
     vocabulary, context: number of tokens with an embedding; maximum positions of a sequence.
     prefix: prefix of `layers` in the module names of the transformers model.
-    biased, tied: targets with a bias; whether the LM head is the same matrix as the embedding.
+    biased: targets with a bias.
+    tied: whether the LM head is the same matrix as the embedding. It is not if the files hold
+        another one, whatever `config.json` says.
     image_token: id of the image placeholder; None for a checkpoint without images.
     rope_axes: axis of each rotary frequency; see `DecoderFamily.rope_axes`.
     image_merge: number of patches on each side of the square that becomes one token.
@@ -169,7 +175,8 @@ def load_config(folder: Path) -> DecoderConfig:
         context=text.max_position_embeddings,
         prefix="model." if text is config else "model.language_model.",
         biased=family.biased_targets(text),
-        tied=bool(getattr(config, "tie_word_embeddings", False)),
+        tied=bool(getattr(config, "tie_word_embeddings", False))
+        and not _stores_another_head(folder, family.names),
         image_token=getattr(config, "image_token_id", getattr(config, "image_token_index", None)),
         eos_tokens=(*_eos_tokens(folder, text), *family.turn_ends(text)),
         names=family.names,
@@ -179,6 +186,32 @@ def load_config(folder: Path) -> DecoderConfig:
         clip_interval=_clip_interval(getattr(config, "vision_config", None)),
         quantization=quantization,
     )
+
+
+def _stores_another_head(folder: Path, names: WeightNames) -> bool:
+    """Return whether the files hold an LM head that differs from the embeddings.
+
+    transformers 5 then uses the stored LM head, too, although `config.json` ties the two.
+    """
+    found: dict[str, tuple[Path, str]] = {}
+    try:
+        for file in weight_files(folder):
+            for key in open_weights(file).keys():  # noqa: SIM118
+                for name in names.stored(key):
+                    if name in (names.embedding, names.lm_head):
+                        found[name] = (file, key)
+    except InvalidArgument:
+        return False  # Files that cannot be read are refused where their weights are needed.
+    if len(found) < 2 or stored_alike(found[names.embedding], found[names.lm_head]):
+        return False
+    file, key = found[names.lm_head]
+    log.warning(
+        "%s holds '%s', which differs from the embeddings; it is used as the LM head, although"
+        " config.json ties the two ('tie_word_embeddings')",
+        file,
+        key,
+    )
+    return True
 
 
 def _clip_interval(vision: Any) -> float:
