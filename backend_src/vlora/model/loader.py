@@ -19,17 +19,11 @@ from vlora.errors import InvalidArgument
 from vlora.ids import MatrixId
 from vlora.kernels.quantize import quantize
 from vlora.kernels.quantized import Format, QuantizedWeight, allocate
-from vlora.model.checkpoint import (
-    StoredRows,
-    check,
-    indexed_weight_files,
-    open_weights,
-    read,
-    weight_files,
-)
+from vlora.model.checkpoint import StoredRows, check, read
 from vlora.model.decoder_config import DecoderConfig, lm_head_format, read_config
 from vlora.model.quantized_checkpoint import Parts, read_quantized
 from vlora.model.rotary import rope_frequencies
+from vlora.model.weight_files import indexed_weight_files, open_weights, weight_files
 from vlora.weights.quantized_slab import QuantizedSlab
 from vlora.weights.slab import TARGETS, WeightSlab
 

@@ -20,9 +20,9 @@ from vlora.atmm.types import LoraPair
 from vlora.device.device import HOST, Device, require_dtype, require_memory
 from vlora.errors import InvalidArgument, Unsupported
 from vlora.kernels import ops
-from vlora.model.checkpoint import check_files
 from vlora.model.decoder_config import image_levels, read_config
 from vlora.model.multimodal import MULTIMODAL, takes_images
+from vlora.model.weight_files import check_files
 from vlora.request import FloatArray
 from vlora.vision.adapters import VisionPart, applied, linear_layers
 from vlora.vision.families.base import Pixels, vision_family
