@@ -83,6 +83,30 @@ def test_a_head_stored_with_tied_embeddings_equals_transformers(
     assert logits_gap(theirs, tmp_path) <= TOLERANCE
 
 
+# `eos_token_id` of config.json and of generation_config.json, and the result.
+END_TOKENS = {
+    "zero": (5, 0, (0,)),
+    "zero-in-a-list": (5, [0, 7], (0, 7)),
+    "zero-in-config": (0, "no file", (0,)),
+    "zero-in-config-and-null": (0, None, (0,)),
+    "none-listed": (5, [], ()),
+    "beyond-the-vocabulary": (5, [7, 10**6], (7,)),
+}
+
+
+@pytest.mark.parametrize("name", END_TOKENS)
+def test_end_of_text_tokens_are_those_of_the_files(
+    name: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    configured, listed, expected = END_TOKENS[name]
+    save_decoder(checkpoint, tmp_path, eos_token_id=configured)
+    generation = tmp_path / "generation_config.json"
+    generation.unlink(missing_ok=True)
+    if listed != "no file":
+        generation.write_text(json.dumps({"eos_token_id": listed}))
+    assert load_config(tmp_path).eos_tokens == expected
+
+
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
 # Keys of `rope_parameters`, and the refusal.
 ROTARY = {

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig
 
 from vlora.config import AUTO, Options
 from vlora.errors import InvalidArgument
@@ -18,6 +18,7 @@ from vlora.kernels.quantized import Format
 from vlora.model.checkpoint import stored_alike
 from vlora.model.families.base import WeightNames
 from vlora.model.families.registry import FAMILIES, refusal
+from vlora.model.folder_checks import end_tokens
 from vlora.model.quantized_checkpoint import StoredQuantization, stored_quantization
 from vlora.model.rotary import head_dim, unsupported_rope
 from vlora.model.weight_files import open_weights, weight_files
@@ -164,11 +165,12 @@ def load_config(folder: Path) -> DecoderConfig:
         kind = f"quantized checkpoints of model type '{text.model_type}'"
         raise InvalidArgument(f"model: {folder}: {kind} are not supported; {remedy}")
     heads = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None)
     return DecoderConfig(
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         heads=heads,
-        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        kv_heads=heads if kv_heads is None else kv_heads,
         head_dim=head_dim(text),
         intermediate=family.intermediate_size(text),
         vocabulary=text.vocab_size,
@@ -265,10 +267,8 @@ def _quantization(config: Any) -> Mapping[str, Any] | None:
 
 
 def _eos_tokens(folder: Path, text: Any) -> tuple[int, ...]:
-    eos = text.eos_token_id
-    if (folder / "generation_config.json").is_file():
-        eos = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id or eos
-    if eos is None:
-        return ()
-    ids = eos if isinstance(eos, list | tuple) else (eos,)
-    return tuple(token for token in ids if 0 <= token < text.vocab_size)
+    listed = end_tokens(folder)
+    if listed is None:
+        eos = text.eos_token_id
+        listed = tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (eos,)
+    return tuple(token for token in listed if 0 <= token < text.vocab_size)
