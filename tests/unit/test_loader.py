@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.machine import status_bytes
-from tests.support.fake_device import fake_gpu
 from vlora.errors import InvalidArgument
+from vlora.kernels.formats import Format
 from vlora.kernels.quantize import quantize
-from vlora.kernels.quantized import Format, QuantizedWeight, allocate, dequantize
+from vlora.kernels.quantized import QuantizedWeight, allocate, dequantize
 from vlora.model.decoder_config import load_config
 from vlora.model.loader import DecoderWeights, adapter_shape, load_weights, stored_lm_head
 

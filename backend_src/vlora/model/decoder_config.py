@@ -14,12 +14,12 @@ from transformers import AutoConfig
 
 from vlora.config import AUTO, Options
 from vlora.errors import InvalidArgument
-from vlora.kernels.quantized import Format
+from vlora.kernels.formats import Format
 from vlora.model.checkpoint import stored_alike
 from vlora.model.families.base import WeightNames
 from vlora.model.families.registry import FAMILIES, refusal
 from vlora.model.folder_checks import end_tokens
-from vlora.model.quantized_checkpoint import StoredQuantization, stored_quantization
+from vlora.model.quantization_config import StoredQuantization, stored_quantization
 from vlora.model.rotary import head_dim, unsupported_rope
 from vlora.model.weight_files import open_weights, weight_files
 

@@ -17,8 +17,9 @@ from vlora.adapters.model_shape import ModelShape, vision_path
 from vlora.device.device import HOST, Device
 from vlora.errors import InvalidArgument
 from vlora.ids import MatrixId
+from vlora.kernels.formats import Format
 from vlora.kernels.quantize import quantize
-from vlora.kernels.quantized import Format, QuantizedWeight, allocate
+from vlora.kernels.quantized import QuantizedWeight, allocate
 from vlora.model.checkpoint import StoredRows, check, read
 from vlora.model.decoder_config import DecoderConfig, lm_head_format, read_config
 from vlora.model.quantized_checkpoint import Parts, read_quantized

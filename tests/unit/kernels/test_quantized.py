@@ -12,9 +12,9 @@ from benchmarks.machine import is_compiled
 from vlora import native
 from vlora.backends import Backend
 from vlora.kernels import quantized
+from vlora.kernels.formats import Format
 from vlora.kernels.quantized import (
     ZERO_STEPS,
-    Format,
     QuantizedMatrix,
     QuantizedWeight,
     allocate,

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from vlora.backends import Backend
-from vlora.kernels.quantized import Format, QuantizedMatrix, QuantizedWeight, allocate, dequantize
+from vlora.kernels.formats import Format
+from vlora.kernels.quantized import QuantizedMatrix, QuantizedWeight, allocate, dequantize
 
 SHAPES = ((3, 40), (40, 608), (131, 257), (66, 1100))
 
