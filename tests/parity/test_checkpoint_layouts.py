@@ -24,6 +24,7 @@ from vlora.model.attention import AttentionPlan
 from vlora.model.chunk import Chunk
 from vlora.model.decoder_config import load_config
 from vlora.model.inputs import text_prompt
+from vlora.model.quantization_config import stored_quantization
 from vlora.model.rotary import Rotary
 
 TOLERANCE = 3e-4
@@ -150,3 +151,60 @@ def test_attention_refuses_a_rotary_table_of_another_shape(
     for rotary in (Rotary(bad, good), Rotary(good, bad), Rotary(good.double(), good)):
         with pytest.raises(ValueError, match="must be contiguous"):
             plan.attend(0, torch.zeros(2, 128), rotary)
+
+
+PACKED = Layout("compressed-tensors").config
+SCHEME = PACKED["config_groups"]["group_0"]
+# Changes of the description of a quantized checkpoint, and the refusal; None if it is served.
+DESCRIPTIONS: dict[str, tuple[dict[str, Any], str | None]] = {
+    "as-written": (
+        PACKED
+        | {"version": "0.20.0", "kv_cache_scheme": None, "sparsity_config": {}}
+        | {"transform_config": {}, "global_compression_ratio": 2.1, "moe_sparsity_config": None},
+        None,
+    ),
+    "dense": (PACKED | {"sparsity_config": {"format": "dense", "global_sparsity": 0.1}}, None),
+    "gptqmodel": (
+        Layout("gptq").config
+        | {"lm_head": False, "pack_dtype": "int32", "dynamic": None, "format": "gptq"}
+        | {"meta": {"quantizer": ["gptqmodel:4.2.0"], "damp_percent": 0.05, "mse": 0.0}},
+        None,
+    ),
+    "transform": (
+        PACKED | {"transform_config": {"config_groups": {"v": {"type": "hadamard"}}}},
+        "'transform_config'",
+    ),
+    "kv-cache": (PACKED | {"kv_cache_scheme": {"num_bits": 8}}, "'kv_cache_scheme'"),
+    "sparse": (PACKED | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "'sparsity_config'"),
+    "unknown": (PACKED | {"offsets": "shifted"}, "'offsets' = 'shifted'"),
+    "group-null": (PACKED | {"config_groups": {"g": None}}, "'config_groups' with 'g': None"),
+    "group-list": (PACKED | {"config_groups": {"W4A16": ["Linear"]}}, r"'W4A16': \['Linear'\]"),
+    "groups-list": (PACKED | {"config_groups": [SCHEME]}, "other than one entry"),
+    "weights-null": (PACKED | {"config_groups": {"g": SCHEME | {"weights": None}}}, "'weights'"),
+    "outputs": (
+        PACKED | {"config_groups": {"g": SCHEME | {"output_activations": {"num_bits": 8}}}},
+        "'output_activations'",
+    ),
+    "dynamic": (
+        PACKED | {"config_groups": {"g": SCHEME | {"weights": SCHEME["weights"] | {"dynamic": 1}}}},
+        "'dynamic' = 1",
+    ),
+    "two-formats": (
+        PACKED | {"config_groups": {"g": SCHEME | {"format": "int-quantized"}}},
+        "'format' 'int-quantized' beside 'pack-quantized'",
+    ),
+    "gptq-dynamic": (Layout("gptq").config | {"dynamic": {"-:.*down": {}}}, "'dynamic'"),
+    "gptq-marlin": (Layout("gptq").config | {"is_marlin_format": True}, "'is_marlin_format'"),
+    "gptq-words": (Layout("gptq").config | {"pack_dtype": "int64"}, "'pack_dtype' = 'int64'"),
+    "gptq-group": (Layout("gptq").config | {"group_size": True}, "'group_size' True"),
+}
+
+
+@pytest.mark.parametrize("name", DESCRIPTIONS)
+def test_descriptions_of_quantized_weights_are_read_or_refused_by_key(name: str) -> None:
+    description, message = DESCRIPTIONS[name]
+    if message is None:
+        assert stored_quantization(description) is not None
+        return
+    with pytest.raises(InvalidArgument, match=f"'quantization_config' with .*{message}"):
+        stored_quantization(description)

@@ -1,12 +1,12 @@
-"""Quantization of a checkpoint, as its `config.json` describes it. This module does not need torch."""
+"""Quantization of a checkpoint, as its `config.json` describes it. No torch is needed here."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vlora.errors import InvalidArgument
+from vlora.errors import InvalidArgument, shown
 from vlora.kernels.formats import GROUPS as GROUP_SIZES
 from vlora.kernels.formats import Format
 
@@ -43,6 +43,28 @@ class StoredQuantization:
     zero_offset: int = 0
 
 
+# Keys that describe how a checkpoint was made, or that the checks below read. Any other key of
+# compressed-tensors may change what the stored numbers mean, so it must not be set.
+COMPRESSED_KEYS = (
+    *("quant_method", "format", "config_groups", "ignore", "version"),
+    *("quantization_status", "global_compression_ratio", "run_compressed", "dequantize"),
+)
+SCHEME_KEYS = ("targets", "weights", "format")
+WEIGHTS_KEYS = (
+    *("num_bits", "type", "symmetric", "strategy", "group_size", "actorder"),
+    *("observer", "observer_kwargs", "scale_dtype", "zp_dtype"),
+)
+# Keys of GPTQ and AWQ that change the meaning of stored numbers, with the values that do not. Their
+# writers add keys about the making of a checkpoint in every version, which have no effect.
+DEFAULTS: Mapping[str, tuple[Any, ...]] = {
+    "dynamic": (None, {}),
+    "is_marlin_format": (None, False),
+    "pack_dtype": (None, "int32"),
+    "planar": (None, False),
+    "rotation": (None, False, ""),
+}
+
+
 def stored_quantization(description: Mapping[str, Any] | None) -> StoredQuantization | None:
     """Return the quantization that a checkpoint's `quantization_config` describes; None for none.
 
@@ -50,6 +72,8 @@ def stored_quantization(description: Mapping[str, Any] | None) -> StoredQuantiza
     """
     if not description:
         return None
+    if not isinstance(description, Mapping):
+        raise _unsupported(f"the value {shown(description)}", "an object")
     method = str(description.get("quant_method") or "unknown")
     if method not in METHODS:
         raise InvalidArgument(
@@ -58,6 +82,9 @@ def stored_quantization(description: Mapping[str, Any] | None) -> StoredQuantiza
         )
     if method == "compressed-tensors":
         return _compressed_description(description)
+    for key, harmless in DEFAULTS.items():
+        if (value := description.get(key)) not in harmless:
+            raise _unsupported(f"'{key}' = {shown(value)}", f"no '{key}'")
     bits, group = _integer(description, "bits"), _group(description.get("group_size", 128))
     if description.get("lm_head"):
         raise _unsupported("a quantized LM head", "'lm_head': false")
@@ -81,10 +108,21 @@ def _compressed_description(description: Mapping[str, Any]) -> StoredQuantizatio
     groups = description.get("config_groups")
     if not isinstance(groups, Mapping) or len(groups) != 1:
         raise _unsupported("'config_groups' with other than one entry", "one entry")
-    (scheme,) = groups.values()
+    ((name, scheme),) = groups.items()
+    if not isinstance(scheme, Mapping):
+        raise _unsupported(f"'config_groups' with {shown(name)}: {shown(scheme)}", "an object")
     if scheme.get("input_activations") is not None:
         raise _unsupported("'input_activations'", "none: weights alone are quantized")
-    weights = scheme.get("weights") or {}
+    weights = scheme.get("weights")
+    if not isinstance(weights, Mapping):
+        raise _unsupported(f"'weights': {shown(weights)}", "an object")
+    sparsity = description.get("sparsity_config")
+    dense = isinstance(sparsity, Mapping) and sparsity.get("format") == "dense"
+    _check_keys(description, (*COMPRESSED_KEYS, *(["sparsity_config"] if dense else [])))
+    _check_keys(scheme, SCHEME_KEYS)
+    _check_keys(weights, WEIGHTS_KEYS)
+    if scheme.get("format") not in (None, layout):
+        raise _unsupported(f"'format' {shown(scheme['format'])} beside '{layout}'", "one format")
     bits, kind = _integer(weights, "num_bits"), weights.get("type")
     if (layout, bits, kind) not in (("pack-quantized", 4, "int"), ("int-quantized", 8, "int")):
         raise _unsupported(
@@ -101,6 +139,12 @@ def _compressed_description(description: Mapping[str, Any]) -> StoredQuantizatio
     return StoredQuantization("compressed-tensors", bits, group, form)
 
 
+def _check_keys(given: Mapping[str, Any], known: Iterable[str]) -> None:
+    for key, value in given.items():
+        if key not in known and value not in (None, False, "", [], {}):
+            raise _unsupported(f"'{key}' = {shown(value)}", f"no '{key}'")
+
+
 def _format(bits: int, group: int | None, *, zeros: bool) -> Format:
     """Return the format that represents the weights of the files exactly."""
     if group is None:
@@ -111,7 +155,7 @@ def _format(bits: int, group: int | None, *, zeros: bool) -> Format:
 def _group(size: Any) -> int | None:
     if size in (-1, None):
         return None
-    if not isinstance(size, int) or size <= 0 or size % min(GROUP_SIZES):
+    if not isinstance(size, int) or isinstance(size, bool) or size <= 0 or size % min(GROUP_SIZES):
         raise _unsupported(f"'group_size' {size!r}", f"-1 or a multiple of {min(GROUP_SIZES)}")
     return size
 
