@@ -6,28 +6,48 @@ The folders are tiny, and the tables here list what differs from a plain one.
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
-from transformers import LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForImageTextToText,
+    LlamaForCausalLM,
+)
 
+from tests.support import checkpoints
 from tests.support.checkpoints import make_checkpoint
 from tests.support.quantized_checkpoints import Layout, quantize_checkpoint
 from tests.support.small_decoder import logits_gap, save_decoder
+from vlora.config import Options
+from vlora.engine.engine import Engine
 from vlora.errors import InvalidArgument
 from vlora.ids import BASE
 from vlora.memory.kv_cache import KVCache
 from vlora.model.attention import AttentionPlan
 from vlora.model.chunk import Chunk
 from vlora.model.decoder_config import load_config
+from vlora.model.folder_checks import check_folder
 from vlora.model.inputs import text_prompt
 from vlora.model.quantization_config import stored_quantization
 from vlora.model.rotary import Rotary
+from vlora.vision.encoder import VisionEncoder
+from vlora.vision.images import DecodedImage
 
 TOLERANCE = 3e-4
+Tensors = dict[str, torch.Tensor]
+Edit = Callable[[Path], object]
 
 # Sizes of groups that do not divide both depths (64 and 320) or that the kernels split.
 GROUP_SIZES = {
@@ -208,3 +228,288 @@ def test_descriptions_of_quantized_weights_are_read_or_refused_by_key(name: str)
         return
     with pytest.raises(InvalidArgument, match=f"'quantization_config' with .*{message}"):
         stored_quantization(description)
+
+
+KINDS = ("text", "llava", "qwen2_vl")
+
+
+@pytest.fixture(scope="session")
+def plain(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return a folder of each of KINDS, and text folders in the layouts that edits start from."""
+    root = tmp_path_factory.mktemp("plain")
+    folders = {name: make_checkpoint(name, checkpoint, root / name) for name in KINDS[1:]}
+    layouts = {"gptq": Layout("gptq"), "packed": Layout("compressed-tensors")}
+    for name in ("text", *layouts):
+        save_decoder(checkpoint, root / name)
+        folders[name] = root / name
+        if name in layouts:
+            quantize_checkpoint(root / name, layouts[name])
+    return folders
+
+
+def configured(*path: str, **changes: Any) -> Edit:
+    """Return an edit of an object in `config.json`; see `change`."""
+    return lambda folder: change(folder, *path, **changes)
+
+
+def written(name: str, content: str) -> Edit:
+    return lambda folder: (folder / name).write_text(content)
+
+
+def without(name: str) -> Edit:
+    return lambda folder: (folder / name).unlink()
+
+
+def processed(**changes: Any) -> Edit:
+    """Return an edit of the image processor's file."""
+
+    def edit(folder: Path) -> None:
+        file = folder / "preprocessor_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return edit
+
+
+def stored(change_tensors: Callable[[Tensors], object]) -> Edit:
+    """Return an edit of the weight file."""
+
+    def edit(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        change_tensors(tensors)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+    return edit
+
+
+def int_quantized(tensors: Tensors, part: str) -> None:
+    """Quantize the linear layers whose key contains `part`, as compressed-tensors writes them."""
+    for key, weight in list(tensors.items()):
+        if part in key and key.endswith(".weight") and weight.ndim == 2:
+            scale = weight.abs().amax(dim=1, keepdim=True) / 127
+            tensors[key] = (weight / scale).round().to(torch.int8)
+            tensors[f"{key}_scale"] = scale
+
+
+def first_key(tensors: Tensors, ending: str) -> str:
+    return min(key for key in tensors if key.endswith(ending))
+
+
+def spoil(tensors: Tensors, ending: str, value: float) -> None:
+    tensors[first_key(tensors, ending)].view(-1)[3] = value
+
+
+def add(tensors: Tensors, ending: str, name: str, dtype: torch.dtype = torch.float32) -> None:
+    """Add a tensor beside the first whose key ends so."""
+    module = first_key(tensors, ending).rpartition(".")[0]
+    tensors[f"{module}.{name}"] = torch.ones(4).to(dtype)
+
+
+# Kind of folder, edit, and the end of the refusal.
+REFUSED: dict[str, tuple[str, Edit, str]] = {
+    "config-list": ("text", written("config.json", "[]"), "config.json .*object"),
+    "config-corrupt": ("text", written("config.json", "{"), "config.json .*JSON"),
+    "model-type": ("text", configured(model_type="gemma3"), "model type 'gemma3'"),
+    "text-config-list": ("llava", configured(text_config=[]), "'text_config' must be an object"),
+    "kv-heads": ("text", configured(num_key_value_heads=3), "= 4 must be a multiple of .* = 3"),
+    "kv-heads-0": ("text", configured(num_key_value_heads=0), "at least 1, not 0"),
+    "kv-heads-inner": (
+        "llava",
+        configured("text_config", num_key_value_heads=3),
+        "= 4 must be a multiple of 'num_key_value_heads' = 3",
+    ),
+    "layers-text": ("text", configured(num_hidden_layers="2"), "'num_hidden_layers' must be"),
+    "tower-pixtral": ("llava", configured("vision_config", model_type="pixtral"), "'pixtral'"),
+    "tower-siglip2": (
+        "llava",
+        configured("vision_config", model_type="siglip2_vision_model"),
+        "'siglip2_vision_model' is not supported .*supported: clip_vision_model",
+    ),
+    "crop": ("llava", processed(crop_size=12), "12 x 12 .* takes 16 x 16"),
+    "crop-sides": ("llava", processed(crop_size={"height": 16, "width": 12}), "16 x 12 pixels"),
+    "size-without-crop": (
+        "llava",
+        processed(do_center_crop=False, size={"height": 20, "width": 20}),
+        "20 x 20 pixels",
+    ),
+    "merge": ("qwen2_vl", processed(merge_size=3), "'merge_size' = 3"),
+    "patch": ("qwen2_vl", processed(patch_size=8), "'patch_size' = 8"),
+    "frames-of-the-processor": (
+        "qwen2_vl",
+        processed(temporal_patch_size=1),
+        "'temporal_patch_size' = 1",
+    ),
+    "frames": (
+        "qwen2_vl",
+        lambda folder: (
+            processed(temporal_patch_size=4)(folder),
+            change(folder, "vision_config", temporal_patch_size=4),
+        ),
+        "'temporal_patch_size' = 4 is not supported",
+    ),
+    "no-resize": ("qwen2_vl", processed(do_resize=False), "'do_resize': false"),
+    "processor-list": ("llava", written("preprocessor_config.json", "[1]"), "preprocessor_config"),
+    "processor-corrupt": (
+        "qwen2_vl",
+        written("preprocessor_config.json", '{"a": '),
+        "preprocessor_config.json is not valid JSON",
+    ),
+    "processor-missing": ("llava", without("preprocessor_config.json"), "no preprocessor_config"),
+    "processor-nested": (
+        "qwen2_vl",
+        written("processor_config.json", '{"image_processor": [1]}'),
+        "processor_config.json: 'image_processor'",
+    ),
+    "tokenizer-missing": ("text", without("tokenizer.json"), "no tokenizer; .*tokenizer.json"),
+    "tokenizer-corrupt": ("text", written("tokenizer.json", '{"model"'), "tokenizer.json cannot"),
+    "tokenizer-list": ("text", written("tokenizer.json", "[]"), "tokenizer.json cannot be read"),
+    "tokenizer-config": ("text", written("tokenizer_config.json", "[]"), "tokenizer_config.json"),
+    "generation-list": ("text", written("generation_config.json", "[]"), "generation_config.json"),
+    "generation-corrupt": (
+        "text",
+        written("generation_config.json", "eos"),
+        "generation_config.json is not valid JSON",
+    ),
+    "generation-eos": (
+        "text",
+        written("generation_config.json", '{"eos_token_id": "</s>"}'),
+        "generation_config.json: 'eos_token_id' must be a token id",
+    ),
+    "group-null": (
+        "packed",
+        configured("quantization_config", config_groups={"g": None}),
+        "'config_groups' with 'g': None",
+    ),
+    "nan-scales": ("gptq", stored(lambda t: spoil(t, "scales", torch.nan)), "not finite"),
+    "infinite-scales": (
+        "packed",
+        stored(lambda t: spoil(t, "weight_scale", -torch.inf)),
+        "down_proj.weight_scale' with values that are not finite",
+    ),
+    "bf16-nan-scales": (
+        "packed",
+        stored(
+            lambda t: (
+                t.update({k: v.bfloat16() for k, v in t.items() if k.endswith("_scale")}),
+                spoil(t, "weight_scale", torch.nan),
+            )
+        ),
+        "not finite",
+    ),
+    "tower-int8": (
+        "llava",
+        stored(lambda t: int_quantized(t, "vision_tower")),
+        "vision_tower.*weight' as I8: only the decoder's linear layers",
+    ),
+    "merger-int8": ("qwen2_vl", stored(lambda t: int_quantized(t, "merger")), "merger.* as I8"),
+    "connector-int8": (
+        "llava",
+        stored(lambda t: int_quantized(t, "multi_modal_projector")),
+        "multi_modal_projector.* as I8",
+    ),
+    "tower-scale": (
+        "llava",
+        stored(lambda t: add(t, "encoder.layers.0.mlp.fc1.weight", "weight_scale")),
+        "fc1.weight_scale' as F32: only",
+    ),
+    "tower-fp8": (
+        "qwen2_vl",
+        stored(lambda t: t.update({k: t[k].to(torch.float8_e4m3fn) for k in t if "visual" in k})),
+        "visual.* as F8_E4M3",
+    ),
+    "scale-undescribed": (
+        "text",
+        stored(lambda t: add(t, "q_proj.weight", "weight_scale")),
+        "q_proj.weight_scale' as F32, but config.json has no 'quantization_config'",
+    ),
+    "int8-undescribed": ("text", stored(lambda t: int_quantized(t, "mlp")), "has no 'quant"),
+    "scale-unknown": (
+        "packed",
+        stored(lambda t: add(t, "q_proj.weight_packed", "weight_global_scale")),
+        "weight_global_scale' as F32, but config.json does not explain it",
+    ),
+    "head-int8": ("packed", stored(lambda t: int_quantized(t, "lm_head")), "or the LM head"),
+    "embeddings-int8": ("text", stored(lambda t: int_quantized(t, "embed")), "embeddings or"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_folder_is_refused_in_one_sentence_before_a_server_starts(
+    name: str, plain: dict[str, Path], tmp_path: Path
+) -> None:
+    kind, edit, message = REFUSED[name]
+    folder = tmp_path / "model"
+    shutil.copytree(plain[kind], folder)
+    check_folder(folder)
+    edit(folder)
+    started = time.perf_counter()
+    with pytest.raises(InvalidArgument, match=f"^model: {tmp_path}.*{message}") as caught:
+        check_folder(folder)
+    assert time.perf_counter() - started < 1
+    assert "\n" not in str(caught.value)
+    # A server that was started in another way refuses it, too.
+    with pytest.raises(InvalidArgument, match="model"):
+        opened(kind, folder)
+
+
+def opened(kind: str, folder: Path) -> None:
+    """Load a folder as the processes of the models do."""
+    if kind in KINDS[1:]:
+        VisionEncoder(folder, 1)
+    Engine(Options(model=folder))
+
+
+# Tower and image processor that are loaded and equal transformers, beside those of the families.
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4}
+TOWERS = {
+    "siglip": ("siglip_vision_model", "full"),
+    "chinese-clip": ("chinese_clip_vision_model", "default"),
+    "vit": ("vit", "default"),
+    "dinov2": ("dinov2", "default"),
+}
+
+
+@pytest.mark.parametrize("family", ["llava", "llava_next", "llava_onevision"])
+@pytest.mark.parametrize("tower", TOWERS)
+def test_features_of_each_type_of_tower_equal_transformers(
+    tower: str,
+    family: str,
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = checkpoints.FAMILIES[family]
+
+    def configuration(text: dict[str, Any], ids: dict[str, int]) -> Any:
+        config, (kind, strategy) = made(text, ids), TOWERS[tower]
+        sizes = SIZES | {"intermediate_size": 48, "image_size": checkpoints.TILE}
+        config.vision_config = AutoConfig.for_model(kind, **sizes)
+        config.vision_feature_select_strategy = strategy
+        return config
+
+    monkeypatch.setitem(checkpoints.FAMILIES, family, configuration)
+    folder = make_checkpoint(family, checkpoint, tmp_path)
+    check_folder(folder)
+    encoder = VisionEncoder(folder, 1)
+    stock = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    for size in ((20, 60), (60, 20)):
+        rgb = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
+        pixels = processor(images=[Image.fromarray(rgb)], return_tensors="pt")
+        with torch.inference_mode():
+            (expected,) = stock.get_image_features(**pixels).pooler_output
+        (features,) = encoder.encode(encoder.with_views([DecodedImage(rgb)]))
+        torch.testing.assert_close(torch.from_numpy(features), expected, rtol=0, atol=1e-5)
+
+
+def test_serve_refuses_a_folder_before_it_imports_torch_or_starts_a_server(
+    plain: dict[str, Path], tmp_path: Path
+) -> None:
+    shutil.copytree(plain["text"], tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text("{")
+    code = (
+        "import sys; sys.modules['torch'] = None; from vlora.cli import main;"
+        f" sys.argv[1:] = ['serve', '--model', {str(tmp_path / 'model')!r}]; main()"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 1
+    assert "tokenizer.json cannot be read" in run.stderr

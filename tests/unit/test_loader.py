@@ -165,7 +165,7 @@ def test_another_head_stored_with_tied_embeddings_is_used_as_in_transformers(
 @pytest.mark.parametrize(
     ("head", "message"),
     [
-        (torch.zeros(VOCABULARY, HIDDEN).char(), "'lm_head.weight' as torch.int8"),
+        (torch.zeros(VOCABULARY, HIDDEN).char(), "'lm_head.weight' as I8: only the decoder's"),
         (torch.zeros(VOCABULARY + 8, HIDDEN), r"'lm_head.weight' of shape \(48, 16\)"),
     ],
 )
@@ -211,12 +211,16 @@ def test_quantized_weights_are_refused_with_their_method(
     assert "'fp8'" in message
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
-def test_weights_of_a_quantized_type_are_refused(folder: Path, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "stored"), [(torch.float8_e4m3fn, "F8_E4M3"), (torch.int8, "I8")]
+)
+def test_weights_of_a_quantized_type_are_refused(
+    folder: Path, dtype: torch.dtype, stored: str
+) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     edit(folder, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
     message = refused(folder)
-    assert f"'{name}' as {dtype}" in message
+    assert f"'{name}' as {stored}" in message
     assert "model.safetensors" in message
 
 

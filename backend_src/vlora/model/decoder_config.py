@@ -17,8 +17,9 @@ from vlora.errors import InvalidArgument
 from vlora.kernels.formats import Format
 from vlora.model.checkpoint import stored_alike
 from vlora.model.families.base import WeightNames
-from vlora.model.families.registry import FAMILIES, refusal
-from vlora.model.folder_checks import end_tokens
+from vlora.model.families.registry import FAMILIES
+from vlora.model.folder_checks import end_tokens, problem_of_config
+from vlora.model.multimodal import refusal
 from vlora.model.quantization_config import StoredQuantization, stored_quantization
 from vlora.model.rotary import head_dim, unsupported_rope
 from vlora.model.weight_files import open_weights, weight_files
@@ -252,6 +253,8 @@ def _unsupported(config: Any, text: Any) -> str | None:
     if family is None:
         known = ", ".join(FAMILIES)
         return f"a decoder of model type '{text.model_type}' is not supported; supported: {known}"
+    if problem := problem_of_config(config.to_dict()):
+        return problem
     levels = image_levels(config)
     if levels >= text.num_hidden_layers:
         return f"{levels} levels of image features need more than {levels} layers"

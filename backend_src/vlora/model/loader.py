@@ -22,6 +22,7 @@ from vlora.kernels.quantize import quantize
 from vlora.kernels.quantized import QuantizedWeight, allocate
 from vlora.model.checkpoint import StoredRows, check, read
 from vlora.model.decoder_config import DecoderConfig, lm_head_format, read_config
+from vlora.model.folder_checks import check_weights
 from vlora.model.quantized_checkpoint import Parts, read_quantized
 from vlora.model.rotary import rope_frequencies
 from vlora.model.weight_files import indexed_weight_files, open_weights, weight_files
@@ -72,6 +73,7 @@ def load_weights(
     quantization: format of the target matrices; None to store them as `dtype`, too.
     """
     names = config.names
+    check_weights(folder, config.quantization)
     stored = find_weights(folder, config, matrices=config.quantization is None, alone=False)
     slab: WeightSlab | QuantizedSlab
     if quantization is None:

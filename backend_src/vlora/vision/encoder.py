@@ -21,8 +21,13 @@ from vlora.device.device import HOST, Device, require_dtype, require_memory
 from vlora.errors import InvalidArgument, Unsupported
 from vlora.kernels import ops
 from vlora.model.decoder_config import image_levels, read_config
+from vlora.model.folder_checks import (
+    check_weights,
+    described_quantization,
+    problem_of_processor,
+)
 from vlora.model.multimodal import MULTIMODAL, takes_images
-from vlora.model.weight_files import check_files
+from vlora.model.quantization_config import stored_quantization
 from vlora.request import FloatArray
 from vlora.vision.adapters import VisionPart, applied, linear_layers
 from vlora.vision.families.base import Pixels, vision_family
@@ -88,6 +93,8 @@ class VisionEncoder:
             )
         self._family = family
         self._processor: Any = self._family.load_processor(checkpoint, config)
+        if problem := problem_of_processor(config.to_dict(), self._processor.to_dict()):
+            raise InvalidArgument(f"model: {checkpoint}: {problem}")
         model = _load_part(family.part, checkpoint, config)
         _use_in_place_activations(model.eval().requires_grad_(False))
         _store_matrices(model, torch.float32 if dtype == torch.float16 else dtype)
@@ -142,7 +149,7 @@ class VisionEncoder:
 
 
 def _load_part(part: Any, checkpoint: Path, config: Any) -> Any:
-    check_files(checkpoint)
+    check_weights(checkpoint, stored_quantization(described_quantization(config.to_dict())))
     for settings in (config, config.get_text_config()):
         # The tower is not quantized. With this entry, transformers would require the
         # quantizer's package.

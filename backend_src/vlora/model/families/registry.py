@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from vlora.errors import shown
 from vlora.model.families.base import BiasedFamily, DecoderFamily, WeightNames
 from vlora.model.families.qwen import QWEN
-from vlora.model.multimodal import MULTIMODAL, takes_images
 from vlora.model.rotary import head_dim
 
 _HEAD_NORMS = WeightNames(head_norms=("self_attn.q_norm", "self_attn.k_norm"))
@@ -50,14 +48,3 @@ FAMILIES: dict[str, DecoderFamily] = {
         _Qwen3VL("qwen3_vl_text", _HEAD_NORMS),
     )
 }
-
-
-def refusal(model_type: object) -> str | None:
-    """Return why a checkpoint of this `model_type` is not served; None if it is."""
-    if isinstance(model_type, str) and model_type in (*MULTIMODAL, *FAMILIES):
-        return None
-    text_only = (name for name in FAMILIES if not takes_images(name) and "_" not in name)
-    return (
-        f"config.json has model type {shown(model_type)}, which is not supported; supported:"
-        f" {', '.join(MULTIMODAL)}, and without images {', '.join(text_only)}"
-    )

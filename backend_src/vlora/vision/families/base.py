@@ -33,8 +33,10 @@ def _load_processor(checkpoint: Path, config: Any) -> Any:
         processor = AutoImageProcessor.from_pretrained(
             checkpoint, backend=PROCESSOR_BACKEND, local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError) as error:
-        raise InvalidArgument(f"{checkpoint} has no readable image processor: {error}") from None
+    except Exception as error:  # Processors read their settings in many ways.
+        raise InvalidArgument(
+            f"model: {checkpoint} has no readable image processor: {error!r}"
+        ) from error
     if processor.backend != PROCESSOR_BACKEND:
         raise InvalidArgument(
             f"{checkpoint}: image processor {type(processor).__name__} has no"
