@@ -32,6 +32,7 @@ from tests.support.quantized_checkpoints import Layout, quantize_checkpoint
 from tests.support.small_decoder import logits_gap, save_decoder
 from vlora.config import Options
 from vlora.engine.engine import Engine
+from vlora.engine.loop import EngineLoop
 from vlora.errors import InvalidArgument
 from vlora.ids import BASE
 from vlora.memory.kv_cache import KVCache
@@ -42,8 +43,10 @@ from vlora.model.folder_checks import check_folder
 from vlora.model.inputs import text_prompt
 from vlora.model.quantization_config import stored_quantization
 from vlora.model.rotary import Rotary
-from vlora.vision.encoder import VisionEncoder
+from vlora.vision.encoder import VisionEncoder, open_encoder
+from vlora.vision.features import EncoderService, FeatureCache
 from vlora.vision.images import DecodedImage
+from vlora.vision.startup import check_encoder
 
 TOLERANCE = 3e-4
 Tensors = dict[str, torch.Tensor]
@@ -497,8 +500,64 @@ def test_features_of_each_type_of_tower_equal_transformers(
         pixels = processor(images=[Image.fromarray(rgb)], return_tensors="pt")
         with torch.inference_mode():
             (expected,) = stock.get_image_features(**pixels).pooler_output
-        (features,) = encoder.encode(encoder.with_views([DecodedImage(rgb)]))
-        torch.testing.assert_close(torch.from_numpy(features), expected, rtol=0, atol=1e-5)
+        (encoded,) = EncoderService(encoder, FeatureCache(0)).run([[DecodedImage(rgb)]])
+        torch.testing.assert_close(torch.from_numpy(encoded.features), expected, rtol=0, atol=1e-5)
+
+
+def started(folder: Path) -> None:
+    """Do what the processes of the models do at the start, up to the first request."""
+    check_encoder(open_encoder(folder, 1), load_config(folder), folder)
+    loop = EngineLoop.from_options(Options(model=folder, policy="unmerge_only"))
+    loop.shutdown(0)
+
+
+# Faults that no file shows, by family.
+AT_THE_START: dict[str, tuple[str, Edit, str]] = {
+    "tower-nan": (
+        "llava",
+        stored(lambda t: spoil(t, "fc1.weight", torch.nan)),
+        "encoding a wide picture .* NaN",
+    ),
+    "tiles": (
+        "llava_next",
+        processed(image_grid_pinpoints=[[16, 16]]),
+        "encoding a wide picture at the start failed",
+    ),
+    "merger-nan": (
+        "qwen2_vl",
+        stored(lambda t: spoil(t, "merger.mlp.2.weight", torch.inf)),
+        "encoding a wide picture",
+    ),
+    "weight-nan": (
+        "text",
+        stored(lambda t: spoil(t, "up_proj.weight", torch.nan)),
+        "logits of the first step are not finite",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AT_THE_START)
+def test_faults_that_only_requests_would_show_are_refused_at_the_start(
+    name: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    family, edit, message = AT_THE_START[name]
+    folder = tmp_path / "model"
+    if family == "text":
+        save_decoder(checkpoint, folder)
+    else:
+        make_checkpoint(family, checkpoint, folder)
+    edit(folder)
+    with pytest.raises(InvalidArgument, match=f"^model: {folder}: .*{message}"):
+        started(folder)
+
+
+@pytest.mark.parametrize("family", sorted(checkpoints.FAMILIES))
+def test_a_sound_checkpoint_passes_the_checks_and_the_start(
+    family: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = make_checkpoint(family, checkpoint, tmp_path)
+    check_folder(folder)
+    started(folder)
 
 
 def test_serve_refuses_a_folder_before_it_imports_torch_or_starts_a_server(
