@@ -461,6 +461,41 @@ def opened(kind: str, folder: Path) -> None:
     Engine(Options(model=folder))
 
 
+def shaped(ending: str, change_shape: Callable[[torch.Tensor], torch.Tensor]) -> Edit:
+    """Return an edit of the shape of the first tensor whose key ends so."""
+
+    def edit(tensors: Tensors) -> None:
+        key = first_key(tensors, ending)
+        tensors[key] = change_shape(tensors[key]).contiguous()
+
+    return stored(edit)
+
+
+MISSHAPEN = {
+    "gptq-zeros-flat": ("gptq", shaped("qzeros", torch.flatten)),
+    "gptq-values-flat": ("gptq", shaped("qweight", torch.flatten)),
+    "gptq-values-short": ("gptq", shaped("qweight", lambda t: t[:-1])),
+    "gptq-scales-flat": ("gptq", shaped("scales", torch.flatten)),
+    "gptq-groups": ("gptq", shaped("g_idx", lambda t: t[:-8])),
+    "packed-values-narrow": ("packed", shaped("weight_packed", lambda t: t[:, :-1])),
+    "packed-scales-flat": ("packed", shaped("weight_scale", torch.flatten)),
+    "packed-zeros-flat": ("packed", shaped("weight_zero_point", torch.flatten)),
+}
+
+
+@pytest.mark.parametrize("name", MISSHAPEN)
+def test_quantized_tensors_of_other_shapes_are_refused_by_name(
+    name: str, plain: dict[str, Path], tmp_path: Path
+) -> None:
+    kind, edit = MISSHAPEN[name]
+    folder = tmp_path / "model"
+    shutil.copytree(plain[kind], folder)
+    edit(folder)
+    with pytest.raises(InvalidArgument, match=r"^model: layer \d, \w+: ") as caught:
+        Engine(Options(model=folder))
+    assert "\n" not in str(caught.value)
+
+
 # Tower and image processor that are loaded and equal transformers, beside those of the families.
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4}
 TOWERS = {

@@ -53,8 +53,13 @@ def read_quantized(
             orders: list[torch.Tensor | None] = []
             for target in group:
                 where = f"model: layer {layer}, {target}"
-                matrix = _READERS[stored.method](parts[layer, target], stored, where)
-                orders.append(_store(matrix, stored, slab.target(layer, target), where))
+                try:
+                    matrix = _READERS[stored.method](parts[layer, target], stored, where)
+                    orders.append(_store(matrix, stored, slab.target(layer, target), where))
+                except (IndexError, RuntimeError, TypeError, ValueError) as error:
+                    raise InvalidArgument(
+                        f"{where}: its tensors do not fit each other: {error}"
+                    ) from error
             known = [order for order in orders if order is not None]
             if not known:
                 continue
@@ -84,7 +89,7 @@ def _gptq(parts: Parts, stored: StoredQuantization, where: str) -> UnpackedMatri
     ones = stored.zero_offset * sum(1 << shift for shift in range(0, 32, stored.bits))
     zeros = unpack(_part(parts, "qzeros", torch.int32, where) + ones, stored.bits).T
     scales = _part(parts, "scales", None, where).T
-    groups = _part(parts, "g_idx", torch.int32, where) if "g_idx" in parts else None
+    groups = _part(parts, "g_idx", torch.int32, where, (1,)) if "g_idx" in parts else None
     return UnpackedMatrix(values, scales, zeros, groups)
 
 
@@ -101,7 +106,7 @@ def _awq(parts: Parts, stored: StoredQuantization, where: str) -> UnpackedMatrix
 
 def _compressed(parts: Parts, stored: StoredQuantization, where: str) -> UnpackedMatrix:
     """Return a matrix of signed weights, packed along inputs, with zeros along outputs."""
-    scales = _part(parts, "weight_scale", None, where)
+    scales = _part(parts, "weight_scale", None, where, (0, 1, 2))
     middle = 2 ** (stored.bits - 1)
     if stored.bits == 8:
         values = _part(parts, "weight", torch.int8, where).int() + middle
@@ -112,7 +117,9 @@ def _compressed(parts: Parts, stored: StoredQuantization, where: str) -> Unpacke
     zeros = torch.full(scales.shape, middle, dtype=torch.int32)
     if stored.form.zeros:
         zeros = unpack(_part(parts, "weight_zero_point", torch.int32, where).T, 4).T[: len(values)]
-    groups = _part(parts, "weight_g_idx", torch.int32, where) if "weight_g_idx" in parts else None
+    groups = (
+        _part(parts, "weight_g_idx", torch.int32, where, (1,)) if "weight_g_idx" in parts else None
+    )
     return UnpackedMatrix(values, scales, zeros, groups)
 
 
@@ -140,7 +147,9 @@ def _store(
             raise InvalidArgument(
                 f"{where}: {name} of shape {tuple(tensor.shape)}; by config.json it must be {shape}"
             )
-    order = None if matrix.input_groups is None else _order(matrix.input_groups, group, where)
+    order = (
+        None if matrix.input_groups is None else _order(matrix.input_groups, depth, group, where)
+    )
     if order is not None:
         values = values[:, order]
     middle = 2 ** (stored.bits - 1)
@@ -158,9 +167,12 @@ def _store(
     return order
 
 
-def _order(input_groups: torch.Tensor, group: int, where: str) -> torch.Tensor | None:
+def _order(input_groups: torch.Tensor, depth: int, group: int, where: str) -> torch.Tensor | None:
     """Return the inputs sorted by group; None if they are sorted already."""
-    depth = len(input_groups)
+    if len(input_groups) != depth:
+        raise InvalidArgument(
+            f"{where}: 'g_idx' has {len(input_groups)} inputs; by config.json it must have {depth}"
+        )
     adjacent = torch.arange(depth, dtype=input_groups.dtype) // group
     if torch.equal(input_groups, adjacent) or (input_groups == -1).all():
         return None
@@ -172,11 +184,16 @@ def _order(input_groups: torch.Tensor, group: int, where: str) -> torch.Tensor |
     return order
 
 
-def _part(parts: Parts, name: str, dtype: torch.dtype | None, where: str) -> torch.Tensor:
+def _part(
+    parts: Parts, name: str, dtype: torch.dtype | None, where: str, axes: tuple[int, ...] = (2,)
+) -> torch.Tensor:
     if name not in parts:
         raise InvalidArgument(f"{where}: '{name}' is missing; the files hold {sorted(parts)}")
     tensor = parts[name]()
     fits = tensor.is_floating_point() if dtype is None else tensor.dtype == dtype
     if not fits:
         raise InvalidArgument(f"{where}: '{name}' is {tensor.dtype}; it must be {dtype or 'float'}")
+    if tensor.ndim not in axes:
+        shape, count = tuple(tensor.shape), axes[-1]
+        raise InvalidArgument(f"{where}: '{name}' has shape {shape}; it must have {count} axes")
     return tensor
