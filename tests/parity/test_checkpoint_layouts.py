@@ -362,6 +362,31 @@ REFUSED: dict[str, tuple[str, Edit, str]] = {
         written("processor_config.json", '{"image_processor": [1]}'),
         "processor_config.json: 'image_processor'",
     ),
+    "clips-list": (
+        "qwen2_vl",
+        written("video_preprocessor_config.json", "[]"),
+        "video_preprocessor_config.json must be a JSON object",
+    ),
+    "clips-nested": (
+        "qwen2_vl",
+        written("processor_config.json", '{"video_processor": 3}'),
+        "processor_config.json: 'video_processor' must be an object, not 3",
+    ),
+    "clips-merge": (
+        "qwen2_vl",
+        written("video_preprocessor_config.json", '{"merge_size": 4}'),
+        "the video processor has 'merge_size' = 4",
+    ),
+    "clips-no-resize": (
+        "qwen2_vl",
+        written("video_preprocessor_config.json", '{"do_resize": false}'),
+        "the video processor has 'do_resize': false",
+    ),
+    "clips-size": (
+        "qwen2_vl",
+        written("video_preprocessor_config.json", '{"size": [1]}'),
+        r"the video processor has 'size' = \[1\]",
+    ),
     "tokenizer-missing": ("text", without("tokenizer.json"), "no tokenizer; .*tokenizer.json"),
     "tokenizer-corrupt": ("text", written("tokenizer.json", '{"model"'), "tokenizer.json cannot"),
     "tokenizer-list": ("text", written("tokenizer.json", "[]"), "tokenizer.json cannot be read"),

@@ -26,7 +26,12 @@ MAX_DEPTH = 64
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
-PREPROCESSOR_CONFIG = "preprocessor_config.json"
+PROCESSOR_CONFIG = "processor_config.json"
+# Files with the settings of processors, unless PROCESSOR_CONFIG has them.
+PREPROCESSOR_CONFIGS = {
+    "image": "preprocessor_config.json",
+    "video": "video_preprocessor_config.json",
+}
 # Files that tokenizers are made from, in the order in which they are tried.
 TOKENIZERS = ("tokenizer.json", "qwen.tiktoken", "tokenizer.model", "vocab.json")
 TOKENIZER_CONFIGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
@@ -113,11 +118,14 @@ def check_folder(folder: Path) -> None:
         raise InvalidArgument(f"model: {folder}: {error}") from None
     end_tokens(folder)
     check_tokenizer(folder)
-    processor = image_processor(folder)
-    if not processor and config["model_type"] in MULTIMODAL and "visual" not in config:
-        raise InvalidArgument(f"model: {folder} has no {PREPROCESSOR_CONFIG}")
-    if problem := problem_of_processor(config, processor):
-        raise InvalidArgument(f"model: {folder}: {problem}")
+    for kind, name in PREPROCESSOR_CONFIGS.items():
+        settings = processor_settings(folder, kind)
+        # The first Qwen-VL needs no file, and clips may be prepared like images.
+        needed = kind == "image" and config["model_type"] in MULTIMODAL and "visual" not in config
+        if needed and not settings:
+            raise InvalidArgument(f"model: {folder} has no {name}")
+        if problem := problem_of_processor(config, settings, kind):
+            raise InvalidArgument(f"model: {folder}: {problem}")
     check_weights(folder, quantization)
 
 
@@ -167,26 +175,44 @@ def problem_of_sizes(text: Mapping[str, Any]) -> str | None:
     return None
 
 
-def image_processor(folder: Path) -> Mapping[str, Any]:
-    """Return the settings of a folder's image processor, as transformers finds them."""
-    own, file = read_object(folder / PREPROCESSOR_CONFIG), folder / "processor_config.json"
-    read_object(folder / "video_preprocessor_config.json")
-    nested = read_object(file).get("image_processor")
-    if not isinstance(nested, Mapping | None):
-        raise InvalidArgument(f"model: {file}: 'image_processor' must be an object")
-    return own if nested is None else nested
+def processor_settings(folder: Path, kind: str) -> dict[str, Any]:
+    """Return the settings of a folder's processor, as transformers finds them; {} for none.
+
+    kind: "image" or "video".
+
+    Raises InvalidArgument, which names the file, for anything but objects of JSON.
+    """
+    file = folder / PROCESSOR_CONFIG
+    nested = read_object(file).get(f"{kind}_processor")
+    settings = read_object(folder / PREPROCESSOR_CONFIGS[kind])
+    if nested is not None:
+        if not isinstance(nested, dict):
+            raise InvalidArgument(
+                f"model: {file}: '{kind}_processor' must be an object, not {shown(nested)}"
+            )
+        settings = nested
+    size = settings.get("size")
+    # One number is an old form of the size of images.
+    if not (size is None or isinstance(size, dict) or (kind == "image" and isinstance(size, int))):
+        raise InvalidArgument(
+            f"model: {folder}: the {kind} processor has 'size' = {shown(size)}, which must be an"
+            " object"
+        )
+    return settings
 
 
-def problem_of_processor(config: Mapping[str, Any], processor: Mapping[str, Any]) -> str | None:
-    """Return why the image processor does not fit the vision tower; None if it does. Absent keys
-    pass.
+def problem_of_processor(
+    config: Mapping[str, Any], processor: Mapping[str, Any], kind: str
+) -> str | None:
+    """Return why the processor of a `kind` of pictures does not fit the vision tower; None if it
+    does. Absent keys pass.
     """
     vision = config.get("vision_config", {})
     if config.get("model_type") in TOWERS:
         side, made = vision.get("image_size"), _picture_size(processor)
         if isinstance(side, int) and made is not None and made != (side, side):
             return (
-                f"the image processor makes pictures of {made[0]} x {made[1]} pixels"
+                f"the {kind} processor makes pictures of {made[0]} x {made[1]} pixels"
                 f" ('crop_size' or 'size'), but the vision tower takes {side} x {side}"
                 " ('image_size' in 'vision_config')"
             )
@@ -197,7 +223,7 @@ def problem_of_processor(config: Mapping[str, Any], processor: Mapping[str, Any]
         ours, theirs = processor.get(name), vision.get(other)
         if ours is not None and theirs is not None and ours != theirs:
             return (
-                f"the image processor has '{name}' = {shown(ours)}, but the vision tower"
+                f"the {kind} processor has '{name}' = {shown(ours)}, but the vision tower"
                 f" '{other}' = {shown(theirs)}; they must be equal"
             )
     times = processor.get("temporal_patch_size", vision.get("temporal_patch_size"))
@@ -205,7 +231,7 @@ def problem_of_processor(config: Mapping[str, Any], processor: Mapping[str, Any]
         return f"'temporal_patch_size' = {shown(times)} is not supported; supported: 2"
     if processor.get("do_resize") is False:
         return (
-            "the image processor has 'do_resize': false, which is not supported: pictures of any"
+            f"the {kind} processor has 'do_resize': false, which is not supported: pictures of any"
             " size are served, and must be scaled to whole patches"
         )
     return None

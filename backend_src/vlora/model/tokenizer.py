@@ -22,7 +22,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from vlora.errors import InvalidArgument
-from vlora.model.folder_checks import check_tokenizer
 
 _BYTE_TOKEN = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
 
@@ -268,7 +267,6 @@ def load_tokenizer(folder: Path) -> Any:
 
     Raises InvalidArgument for a tokenizer that is missing, cannot be read or is not fast.
     """
-    check_tokenizer(folder)
     file = folder / RANKS
     if (folder / "tokenizer.json").is_file() or not file.is_file():
         try:
@@ -276,8 +274,9 @@ def load_tokenizer(folder: Path) -> Any:
                 folder, local_files_only=True, trust_remote_code=False
             )
         except Exception as error:  # Readers of tokenizers raise many types of exceptions.
+            reason = str(error).strip().partition("\n")[0]
             raise InvalidArgument(
-                f"model: {folder}: the tokenizer cannot be read: {error}"
+                f"model: {folder}: the tokenizer cannot be read: {reason}"
             ) from error
         if not tokenizer.is_fast:
             raise InvalidArgument(

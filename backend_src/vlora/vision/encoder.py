@@ -93,15 +93,16 @@ class VisionEncoder:
             )
         self._family = family
         self._processor: Any = self._family.load_processor(checkpoint, config)
-        if problem := problem_of_processor(config.to_dict(), self._processor.to_dict()):
-            raise InvalidArgument(f"model: {checkpoint}: {problem}")
+        self._clips = self._family.clip_settings(checkpoint, self._processor)
+        for kind, settings in (("image", self._processor.to_dict()), ("video", self._clips)):
+            if problem := problem_of_processor(config.to_dict(), settings, kind):
+                raise InvalidArgument(f"model: {checkpoint}: {problem}")
         model = _load_part(family.part, checkpoint, config)
         _use_in_place_activations(model.eval().requires_grad_(False))
         _store_matrices(model, torch.float32 if dtype == torch.float16 else dtype)
         self._model: Any = model
         self.layers = linear_layers(model)
         self._config = config
-        self._clips = self._family.clip_settings(checkpoint, self._processor)
         self.hidden = int(config.get_text_config().hidden_size) * (1 + image_levels(config))
         self.tower_digest = _digest(config, self._family.config_keys, self._processor, self._model)
         self._device = device
@@ -165,7 +166,9 @@ def _load_part(part: Any, checkpoint: Path, config: Any) -> Any:
             local_files_only=True,
             ignore_mismatched_sizes=True,  # Such weights are refused below, by name.
         )
-    except OSError as error:  # Several files without an index, for example.
+    except MemoryError:
+        raise
+    except Exception as error:  # transformers raises many types, also for settings of the tower.
         raise InvalidArgument(f"{checkpoint} cannot be loaded: {error}") from error
     _check_report(checkpoint, report["missing_keys"], report["mismatched_keys"])
     return model
