@@ -564,6 +564,58 @@ def test_features_of_each_type_of_tower_equal_transformers(
         torch.testing.assert_close(torch.from_numpy(encoded.features), expected, rtol=0, atol=1e-5)
 
 
+def as_published(folder: Path) -> None:
+    """Rewrite a folder as the families' authors have published theirs, with transformers 4."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    text = config["text_config"]
+    rope = text.pop("rope_parameters")
+    text["rope_theta"] = rope["rope_theta"]
+    if config["model_type"].startswith("qwen"):
+        text["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+        flat = {key: value for key, value in text.items() if key != "model_type"}
+        del config["text_config"]
+        config = flat | config
+        processed(min_pixels=256, max_pixels=4096, size=None)(folder)
+    else:
+        config |= {"ignore_index": -100, "projector_hidden_act": "gelu"}
+        processor = {"patch_size": 4, "processor_class": "LlavaProcessor", "image_token": "<image>"}
+        (folder / "processor_config.json").write_text(json.dumps(processor))
+    for key in ("dtype", "transformers_version"):
+        del config[key]
+    file.write_text(json.dumps(config | {"torch_dtype": "float32"}))
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    published = {
+        key.replace("vision_tower.", "vision_tower.vision_model."): tensor
+        for key, tensor in tensors.items()
+    }
+    shards = {key: f"model-0000{1 + index % 2}-of-00002" for index, key in enumerate(published)}
+    for shard in set(shards.values()):
+        part = {key: tensor for key, tensor in published.items() if shards[key] == shard}
+        save_file(part, folder / f"{shard}.safetensors", {"format": "pt"})
+    index = {"metadata": {}, "weight_map": {k: f"{name}.safetensors" for k, name in shards.items()}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("family", ["llava", "llava_next", "qwen2_vl", "qwen2_5_vl"])
+def test_published_files_equal_transformers(family: str, checkpoint: Path, tmp_path: Path) -> None:
+    folder = make_checkpoint(family, checkpoint, tmp_path)
+    as_published(folder)
+    check_folder(folder)
+    started(folder)
+    stock = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    rgb = np.random.default_rng(0).integers(0, 256, (20, 60, 3), dtype=np.uint8)
+    pixels = processor(images=[Image.fromarray(rgb)], return_tensors="pt")
+    with torch.inference_mode():
+        (expected,) = stock.get_image_features(**pixels).pooler_output
+    service = EncoderService(VisionEncoder(folder, 1), FeatureCache(0))
+    (encoded,) = service.run([[DecodedImage(rgb)]])
+    torch.testing.assert_close(torch.from_numpy(encoded.features), expected, rtol=0, atol=1e-5)
+    assert logits_gap(stock, folder) <= TOLERANCE
+
+
 def started(folder: Path) -> None:
     """Do what the processes of the models do at the start, up to the first request."""
     check_encoder(open_encoder(folder, 1), load_config(folder), folder)

@@ -8,7 +8,13 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 from tests.support.questions import WORDS
 from vlora.config import Options
@@ -46,7 +52,7 @@ def save_decoder(checkpoint: Path, folder: Path, **options: Any) -> LlamaForCaus
     return model
 
 
-def logits_gap(model: LlamaForCausalLM, folder: Path, **options: Any) -> float:
+def logits_gap(model: PreTrainedModel, folder: Path, **options: Any) -> float:
     """Return the largest difference between the engine's logits and those of transformers.
 
     Prompts of many lengths are prefilled together, then decoded.
