@@ -310,7 +310,7 @@ def add(tensors: Tensors, ending: str, name: str, dtype: torch.dtype = torch.flo
 # Kind of folder, edit, and the end of the refusal.
 REFUSED: dict[str, tuple[str, Edit, str]] = {
     "config-list": ("text", written("config.json", "[]"), "config.json .*object"),
-    "config-corrupt": ("text", written("config.json", "{"), "config.json .*JSON"),
+    "config-corrupt": ("text", written("config.json", "{"), "config.json cannot be read"),
     "model-type": ("text", configured(model_type="gemma3"), "model type 'gemma3'"),
     "text-config-list": ("llava", configured(text_config=[]), "'text_config' must be an object"),
     "kv-heads": ("text", configured(num_key_value_heads=3), "= 4 must be a multiple of .* = 3"),
@@ -354,7 +354,7 @@ REFUSED: dict[str, tuple[str, Edit, str]] = {
     "processor-corrupt": (
         "qwen2_vl",
         written("preprocessor_config.json", '{"a": '),
-        "preprocessor_config.json is not valid JSON",
+        "preprocessor_config.json cannot be read",
     ),
     "processor-missing": ("llava", without("preprocessor_config.json"), "no preprocessor_config"),
     "processor-nested": (
@@ -395,7 +395,7 @@ REFUSED: dict[str, tuple[str, Edit, str]] = {
     "generation-corrupt": (
         "text",
         written("generation_config.json", "eos"),
-        "generation_config.json is not valid JSON",
+        "generation_config.json cannot be read",
     ),
     "generation-eos": (
         "text",

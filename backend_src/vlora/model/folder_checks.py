@@ -19,10 +19,6 @@ from vlora.errors import InvalidArgument, shown
 from vlora.model.multimodal import MULTIMODAL, refusal
 from vlora.model.quantization_config import StoredQuantization, stored_quantization
 from vlora.model.weight_files import open_weights, weight_files
-from vlora.strict_json import load_object
-
-# Levels of nesting in a file of a checkpoint. Configurations need about ten.
-MAX_DEPTH = 64
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -82,11 +78,16 @@ def read_object(file: Path) -> dict[str, Any]:
     """Return the JSON object in a file; {} without a file. Raise InvalidArgument, which names it,
     for anything else.
     """
+    if not file.is_file():
+        return {}
     try:
-        text = file.read_text(encoding="utf-8") if file.is_file() else "{}"
-    except (OSError, UnicodeDecodeError) as error:
+        # As transformers reads it. A double key or NaN, which are no valid JSON, do no harm.
+        value = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidArgument(f"model: {file} cannot be read: {error}") from error
-    return load_object(text, f"model: {file}", MAX_DEPTH)
+    if not isinstance(value, dict):
+        raise InvalidArgument(f"model: {file} must be a JSON object, not {type(value).__name__}")
+    return value
 
 
 def end_tokens(folder: Path) -> tuple[int, ...] | None:
@@ -158,19 +159,11 @@ def problem_of_sizes(text: Mapping[str, Any]) -> str | None:
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             return f"config.json: '{name}' must be a whole number of at least 1, not {shown(size)}"
-    heads, hidden = sizes.get("num_attention_heads"), sizes.get("hidden_size")
-    if heads is None:
-        return None
-    kv_heads = sizes.get("num_key_value_heads", 1)
-    if heads % kv_heads:
+    heads, kv_heads = sizes.get("num_attention_heads"), sizes.get("num_key_value_heads", 1)
+    if heads is not None and heads % kv_heads:
         return (
             f"config.json: 'num_attention_heads' = {heads} must be a multiple of"
             f" 'num_key_value_heads' = {kv_heads}"
-        )
-    if hidden is not None and "head_dim" not in sizes and hidden % heads:
-        return (
-            f"config.json: without 'head_dim', 'hidden_size' = {hidden} must be a multiple of"
-            f" 'num_attention_heads' = {heads}"
         )
     return None
 
@@ -239,7 +232,9 @@ def problem_of_processor(
 
 def _picture_size(processor: Mapping[str, Any]) -> tuple[Any, Any] | None:
     crop, size = processor.get("crop_size"), processor.get("size")
-    if crop is not None and processor.get("do_center_crop", True):
+    if crop is not None and "do_center_crop" not in processor:
+        return None  # The default differs between the processors.
+    if crop is not None and processor["do_center_crop"]:
         size = crop
     elif not processor.get("do_resize", True):
         return None
