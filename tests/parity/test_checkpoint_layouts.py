@@ -39,8 +39,10 @@ from vlora.memory.kv_cache import KVCache
 from vlora.model.attention import AttentionPlan
 from vlora.model.chunk import Chunk
 from vlora.model.decoder_config import load_config
+from vlora.model.families.registry import FAMILIES
 from vlora.model.folder_checks import check_folder
 from vlora.model.inputs import text_prompt
+from vlora.model.multimodal import DECODERS
 from vlora.model.quantization_config import stored_quantization
 from vlora.model.rotary import Rotary
 from vlora.vision.encoder import VisionEncoder, open_encoder
@@ -670,6 +672,10 @@ def test_a_sound_checkpoint_passes_the_checks_and_the_start(
     folder = make_checkpoint(family, checkpoint, tmp_path)
     check_folder(folder)
     started(folder)
+
+
+def test_the_checks_know_the_decoder_families() -> None:
+    assert sorted(DECODERS) == sorted(FAMILIES)
 
 
 def test_serve_refuses_a_folder_before_it_imports_torch_or_starts_a_server(

@@ -1,4 +1,6 @@
-"""Decoder families by model type. A new family needs a file beside this one and an entry here."""
+"""Decoder families by model type. A new family needs a file beside this one, an entry here
+and its model type in `multimodal.DECODERS`.
+"""
 
 from __future__ import annotations
 
