@@ -315,6 +315,11 @@ REFUSED: dict[str, tuple[str, Edit, str]] = {
     "config-corrupt": ("text", written("config.json", "{"), "config.json cannot be read"),
     "model-type": ("text", configured(model_type="gemma3"), "model type 'gemma3'"),
     "text-config-list": ("llava", configured(text_config=[]), "'text_config' must be an object"),
+    "text-type-list": (
+        "llava",
+        configured("text_config", model_type=[]),
+        "'model_type' of 'text_config' must be a string",
+    ),
     "kv-heads": ("text", configured(num_key_value_heads=3), "= 4 must be a multiple of .* = 3"),
     "kv-heads-0": ("text", configured(num_key_value_heads=0), "at least 1, not 0"),
     "kv-heads-inner": (
@@ -477,8 +482,9 @@ def test_a_folder_is_refused_in_one_sentence_before_a_server_starts(
     assert time.perf_counter() - started < 1
     assert "\n" not in str(caught.value)
     # A server that was started in another way refuses it, too.
-    with pytest.raises(InvalidArgument, match="model"):
+    with pytest.raises(InvalidArgument, match="model") as caught:
         opened(kind, folder)
+    assert "\n" not in str(caught.value)
 
 
 def opened(kind: str, folder: Path) -> None:

@@ -17,7 +17,7 @@ from vlora.engine.requests import InFlightRequests, RequestState
 from vlora.engine.rows import HeldRows, StepRows
 from vlora.engine.sequence import mode_of
 from vlora.engine.statistics import EngineStatistics
-from vlora.errors import Cancelled, Internal, InvalidArgument, VLoraError
+from vlora.errors import Cancelled, Internal, InvalidArgument, VLoraError, in_one_line
 from vlora.ids import BASE
 from vlora.metrics import EngineStats
 from vlora.model.chunk import Chunk
@@ -101,7 +101,9 @@ class Engine:
         try:
             finite = bool(self._runner.forward([chunk]).logits.isfinite().all())
         except Exception as error:
-            raise InvalidArgument(f"model: {folder}: the first step failed: {error}") from error
+            raise InvalidArgument(
+                f"model: {folder}: the first step failed: {in_one_line(error)}"
+            ) from error
         if not finite:
             raise InvalidArgument(
                 f"model: {folder}: the logits of the first step are not finite; some weight is not,"

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig
 
 from vlora.config import AUTO, Options
-from vlora.errors import InvalidArgument
+from vlora.errors import InvalidArgument, in_one_line
 from vlora.kernels.formats import Format
 from vlora.model.checkpoint import stored_alike
 from vlora.model.families.base import WeightNames
@@ -245,7 +245,8 @@ def read_config(folder: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers' own checks raise many types of exceptions.
-        raise InvalidArgument(f"model: {folder}: config.json cannot be read: {error}") from error
+        reason = in_one_line(error)
+        raise InvalidArgument(f"model: {folder}: config.json cannot be read: {reason}") from error
 
 
 def _unsupported(config: Any, text: Any) -> str | None:

@@ -143,6 +143,9 @@ def problem_of_config(config: Mapping[str, Any]) -> str | None:
     for name in ("text_config", "vision_config"):
         if not isinstance(config.get(name, {}), Mapping):
             return f"config.json: '{name}' must be an object, not {shown(config[name])}"
+        kind = config.get(name, {}).get("model_type", "")
+        if not isinstance(kind, str):
+            return f"config.json: 'model_type' of '{name}' must be a string, not {shown(kind)}"
     text, vision = config.get("text_config", config), config.get("vision_config", {})
     towers, tower = TOWERS.get(config.get("model_type", "")), vision.get("model_type")
     if towers is not None and tower is not None and tower not in towers:

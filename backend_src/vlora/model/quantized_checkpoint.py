@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vlora.errors import InvalidArgument
+from vlora.errors import InvalidArgument, in_one_line
 from vlora.ids import MatrixId
 from vlora.kernels.quantized import QuantizedWeight
 from vlora.model.quantization_config import StoredQuantization
@@ -58,7 +58,7 @@ def read_quantized(
                     orders.append(_store(matrix, stored, slab.target(layer, target), where))
                 except (IndexError, RuntimeError, TypeError, ValueError) as error:
                     raise InvalidArgument(
-                        f"{where}: its tensors do not fit each other: {error}"
+                        f"{where}: its tensors do not fit each other: {in_one_line(error)}"
                     ) from error
             known = [order for order in orders if order is not None]
             if not known:

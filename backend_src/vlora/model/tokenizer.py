@@ -21,7 +21,7 @@ from tokenizers import AddedToken, normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
-from vlora.errors import InvalidArgument
+from vlora.errors import InvalidArgument, in_one_line
 
 _BYTE_TOKEN = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
 
@@ -274,9 +274,8 @@ def load_tokenizer(folder: Path) -> Any:
                 folder, local_files_only=True, trust_remote_code=False
             )
         except Exception as error:  # Readers of tokenizers raise many types of exceptions.
-            reason = str(error).strip().partition("\n")[0]
             raise InvalidArgument(
-                f"model: {folder}: the tokenizer cannot be read: {reason}"
+                f"model: {folder}: the tokenizer cannot be read: {in_one_line(error)}"
             ) from error
         if not tokenizer.is_fast:
             raise InvalidArgument(

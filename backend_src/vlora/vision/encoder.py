@@ -18,7 +18,7 @@ from transformers.activations import QuickGELUActivation
 from vlora import backends
 from vlora.atmm.types import LoraPair
 from vlora.device.device import HOST, Device, require_dtype, require_memory
-from vlora.errors import InvalidArgument, Unsupported
+from vlora.errors import InvalidArgument, Unsupported, in_one_line
 from vlora.kernels import ops
 from vlora.model.decoder_config import image_levels, read_config
 from vlora.model.folder_checks import (
@@ -169,7 +169,9 @@ def _load_part(part: Any, checkpoint: Path, config: Any) -> Any:
     except MemoryError:
         raise
     except Exception as error:  # transformers raises many types, also for settings of the tower.
-        raise InvalidArgument(f"{checkpoint} cannot be loaded: {error}") from error
+        raise InvalidArgument(
+            f"model: {checkpoint} cannot be loaded: {in_one_line(error)}"
+        ) from error
     _check_report(checkpoint, report["missing_keys"], report["mismatched_keys"])
     return model
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vlora.errors import InvalidArgument, OutOfMemory
+from vlora.errors import InvalidArgument, OutOfMemory, in_one_line
 from vlora.model.decoder_config import DecoderConfig
 from vlora.model.inputs import image_grids
 from vlora.request import ImageFeatures
@@ -45,7 +45,7 @@ def check_encoder(
         except Exception as error:  # transformers' modules raise errors of any type.
             raise InvalidArgument(
                 f"model: {folder}: encoding {name} at the start failed, so that requests would"
-                f" fail: {error}"
+                f" fail: {in_one_line(error)}"
             ) from error
 
 

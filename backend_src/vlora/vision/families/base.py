@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor
 
-from vlora.errors import InvalidArgument
+from vlora.errors import InvalidArgument, in_one_line
 from vlora.model.multimodal import MULTIMODAL
 from vlora.vision.images import DecodedImage
 
@@ -35,7 +35,7 @@ def _load_processor(checkpoint: Path, config: Any) -> Any:
         )
     except Exception as error:  # Processors read their settings in many ways.
         raise InvalidArgument(
-            f"model: {checkpoint} has no readable image processor: {error!r}"
+            f"model: {checkpoint} has no readable image processor: {in_one_line(error)}"
         ) from error
     if processor.backend != PROCESSOR_BACKEND:
         raise InvalidArgument(
