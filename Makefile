@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.set-up
 SERVE ?=
 TESTS ?=
-WORKERS ?=
+WORKERS ?= logical
+SHUFFLE ?=
 NAME ?=
 QUICK ?= 1
 BENCH ?=
@@ -19,8 +20,11 @@ DEPLOY ?=
 CPP := $(shell find csrc -name "*.cpp" -o -name "*.h" -o -name "*.cu" -o -name "*.cuh")
 CORE := setup.py $(shell find csrc -type f -not -path "*/cuda/*" -not -path "*/test/*" -not -name "*.md")
 
+# A worker needs about 1 GiB of memory. Without WORKERS, the tests run in this process.
+PARALLEL = $(if $(WORKERS),-n $(WORKERS) --maxprocesses 8 --dist loadgroup --no-loadscope-reorder)
+
 .DEFAULT_GOAL := help
-.PHONY: help serve test demo generate accuracy bench cuda gpu gpu-check dist lock deploy-check sanitize lint types clean
+.PHONY: help serve test demo generate accuracy bench cuda gpu gpu-check dist lock deploy-check sanitize test-isas lint types clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,8 +32,11 @@ help: ## Show this list
 serve: $(READY) ## Serve the demo model in the foreground until Ctrl-C (options: SERVE="--http-port 9000")
 	@$(BIN)/vlora serve $(SERVE)
 
-test: $(READY) ## Run all tests (a part of them: TESTS=tests/unit; in several processes: WORKERS=2)
-	@$(BIN)/pytest $(if $(WORKERS),-n $(WORKERS) --dist loadgroup --no-loadscope-reorder) $(TESTS)
+test: $(READY) ## Run all tests in a process per core (WORKERS=1; a part: TESTS=tests/unit; other order: SHUFFLE=7)
+	@$(BIN)/pytest $(PARALLEL) $(if $(SHUFFLE),--shuffle $(SHUFFLE)) $(TESTS)
+
+test-isas: $(READY) ## Run the kernels' tests with each instruction set of this CPU forced, and with two at once
+	@$(BIN)/python -m tests.programs.each_isa $(PARALLEL)
 
 demo: $(READY) ## Send sample images and videos to a server (starts one if there is none) and show the answers
 	@$(BIN)/python -m tools.demo.show
@@ -44,14 +51,13 @@ bench: $(READY) ## Run a benchmark, or list them (NAME=step; quick unless QUICK=
 	@$(BIN)/python -m benchmarks $(if $(NAME),$(NAME) $(if $(QUICK),--quick) $(BENCH))
 
 cuda: $(READY) ## Compile the operator for CUDA (needs nvcc, no GPU; a part of it: CUDA="--limit 10")
-	@$(BIN)/python -m tools.tile_search.cuda_build $(CUDA)
+	@$(BIN)/python -m csrc.atmm.cuda.build $(CUDA)
 
 gpu: ## On a machine with a GPU: build, test, search and measure ATMM in 9 minutes, nothing installed (GPU="--out FOLDER")
 	@$(PYTHON) -m tools.gpu $(GPU)
 
 gpu-check: $(READY) ## Compile the other GPU kernels for sm_80 and sm_90, and test them in an interpreter (needs no GPU)
 	@$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[gpu-check]'
-	@$(BIN)/python -m tools.gpu.compile_check $(GPU)
 	@$(BIN)/pytest -q tests/unit/gpu
 
 dist: $(READY) ## Build wheel and sdist, check them, and serve from each in a fresh environment (DIST="--no-trial")

@@ -12,7 +12,7 @@ import json
 import random
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -22,10 +22,8 @@ from rich.console import RenderableType
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from benchmarks import frame
 from benchmarks.driver import WORDS, Driver, DriverRequest, Outcome, random_image
-from benchmarks.frame import DEMO, Bar, DemoBenchmark, Row, at_most
-from benchmarks.timing import median_or_nan
+from benchmarks.frame import DEMO, DemoBenchmark, Row, medians_by, table
 from vlora.config import Options
 from vlora.engine.engine import Engine
 
@@ -40,37 +38,31 @@ class Activated(DemoBenchmark):
     """Questions about an image. A cell is a number of adapters, one per question, and a repeat."""
 
     name = "activated"
-    bars: ClassVar[Mapping[str, Bar]] = {"time_ratio": at_most(1.0)}
-
-    def prepare(self) -> None:
-        super().prepare()
-        self._scratch = tempfile.TemporaryDirectory()
-        self._driver: Driver | None = None
+    bars: ClassVar = {"time_ratio": "≤ 1"}
 
     def cells(self) -> Sequence[tuple[int, int]]:
+        self._driver = self._start()
+        for kind in KINDS:  # Load all adapters.
+            self._ask(kind, max(self.values["adapters"]), -1)
         repeats = range(self.values["repeats"])
         return [(count, repeat) for count in self.values["adapters"] for repeat in repeats]
 
     def measure(self, cell: tuple[int, int]) -> Iterator[Row]:
         adapters, repeat = cell
         self.status(f"{adapters} adapters, image {repeat + 1}")
-        if self._driver is None:
-            self._driver = self._start()
-            for kind in KINDS:  # Load all adapters.
-                self._ask(self._driver, kind, max(self.values["adapters"]), -1)
         for kind in KINDS if repeat % 2 else KINDS[::-1]:
-            outcome = self._ask(self._driver, kind, adapters, repeat)
+            outcome = self._ask(kind, adapters, repeat)
             yield {
                 "kind": kind,
                 "adapters": adapters,
                 "computed_tokens": outcome.rows,
-                "seconds": round(outcome.span, 5),
-                "first_token_ms": round(median(outcome.first) * 1e3, 3),
+                "seconds": outcome.span,
+                "first_token_ms": median(outcome.first) * 1e3,
             }
 
     def _start(self) -> Driver:
         """Return the driver of an engine with enough activated and ordinary adapters."""
-        folder = Path(self._scratch.name)
+        folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
         tokenizer = AutoTokenizer.from_pretrained(self.model)
         invocation = tokenizer(INVOCATION, add_special_tokens=False)["input_ids"]
         for kind in KINDS:
@@ -85,45 +77,38 @@ class Activated(DemoBenchmark):
                 tensors = load_file(own / WEIGHTS)
                 scaled = {name: (1 + number / 1000) * value for name, value in tensors.items()}
                 save_file(scaled, own / WEIGHTS)
-        return Driver(Engine(Options(model=self.model, adapters=folder, merging="off")))
+        driver = Driver(Engine(Options(model=self.model, adapters=folder, merging="off")))
+        self.stack.callback(driver.close)
+        return driver
 
-    def _ask(self, driver: Driver, kind: str, adapters: int, repeat: int) -> Outcome:
+    def _ask(self, kind: str, adapters: int, repeat: int) -> Outcome:
         """Ask one question of each adapter, one after another, and return their joint outcome."""
         seed, rng = [adapters, repeat + 1, KINDS.index(kind)], random.Random(repeat)
-        images = random_image(seed, self.values["image_tokens"], driver.engine.config.hidden)
+        hidden = self._driver.engine.config.hidden
+        images = random_image(seed, self.values["image_tokens"], hidden)
         outcomes = []
         for number in range(adapters):
             question = " ".join(rng.choices(WORDS, k=self.values["question"]))
             prompt = f"<s><image>{INVOCATION} {question}"
             request = DriverRequest(prompt, f"{kind}-{number}", self.values["output"], images)
-            outcomes.append(driver.run([request], watch=False))
+            outcomes.append(self._driver.run([request]))
         return Outcome.joined(outcomes)
-
-    def _median(self, kind: str, adapters: int, key: str) -> float:
-        rows = [row for row in self.rows if (row["kind"], row["adapters"]) == (kind, adapters)]
-        return median_or_nan(float(row[key]) for row in rows)
 
     def summarize(self) -> dict[str, Any]:
         """Return medians with the most activated adapters, divided by those with ordinary ones."""
         most = max(row["adapters"] for row in self.rows)
-        keys = ("seconds", "first_token_ms", "computed_tokens")
-        names = ("time_ratio", "first_token_ratio", "computed_token_ratio")
-        medians = ([self._median(kind, most, key) for kind in KINDS] for key in keys)
-        return {name: round(a / b, 3) for name, (a, b) in zip(names, medians, strict=True)}
+
+        def ratio(key: str) -> float:
+            first, second = (self.median(key, kind=kind, adapters=most) for kind in KINDS)
+            return first / second
+
+        return {
+            "time_ratio": ratio("seconds"),
+            "first_token_ratio": ratio("first_token_ms"),
+            "computed_token_ratio": ratio("computed_tokens"),
+        }
 
     def tables(self) -> Iterable[RenderableType]:
-        lines = [
-            {key: self._median(kind, adapters, key) for key in self.rows[0] if key != "kind"}
-            | {"adapters": f"{adapters} {kind}"}
-            for adapters in self.values["adapters"]
-            for kind in KINDS
-        ]
-        columns = {"adapters": "adapters", "tokens computed": "computed_tokens"}
-        columns |= {"time, s": "seconds", "first token, ms": "first_token_ms"}
+        lines = medians_by(self.rows, "adapters", "kind")
         title = "medians over the images; all questions about an image together"
-        yield frame.table(title, lines, columns)
-
-    def close(self) -> None:
-        if self._driver is not None:
-            self._driver.close()
-        self._scratch.cleanup()
+        yield table(title, lines, "adapters kind computed_tokens seconds first_token_ms")

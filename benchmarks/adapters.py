@@ -12,7 +12,6 @@ is not resident: they occupy memory and no step can use them. The paper on Exper
 
 from __future__ import annotations
 
-import json
 import random
 import tempfile
 from collections import Counter
@@ -20,19 +19,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
-from time import perf_counter
 from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
-from rich.console import RenderableType
-from rich.table import Table
-from safetensors.torch import save_file
 
-from benchmarks import frame
 from benchmarks.driver import WORDS, Driver, DriverRequest, Outcome
-from benchmarks.frame import Bar, DemoBenchmark, Row, at_least, at_most
-from vlora.adapters.files import read_adapter
+from benchmarks.frame import DemoBenchmark, Row, matching
+from benchmarks.llava import save_adapter
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.engine.sequence import scopes_of
@@ -48,18 +42,6 @@ ZIPF_EXPONENT = 1.0
 CHURN_SET, CHURN_SHIFT, CHURN_INTERVAL = 8, 4, 40
 """Churning trace: size of its working set, number of adapters that are replaced at a time, and
 number of requests between two replacements."""
-COLUMNS = {
-    "tokens/s": "tokens_per_s",
-    "ms/token": "token_latency_ms",
-    "p99, s": "p99_s",
-    "step, ms": "step_ms",
-    "step during a load": "step_beside_load_ms",
-    "loads": "loads",
-    "failed": "failed",
-}
-TIERS = ("pool_hits", "host_hits", "misses")
-"""Keys of three shares of the requests: those whose adapter was in the page pool, those whose
-adapter was in host memory, and those whose adapter was on disk."""
 
 
 @dataclass(kw_only=True)
@@ -67,29 +49,30 @@ class Adapters(DemoBenchmark):
     """Throughput and latency with many adapters in the pool, in host memory and on disk."""
 
     name = "adapters"
-    bars: ClassVar[Mapping[str, Bar]] = {
-        "registered_2000_vs_5": at_least(0.95),
-        "resident_64_vs_8": at_most(1.05),
-        "distinct_over_predicted": at_most(1.1),
-        "overcommit_throughput_ratio": at_least(0.7),
-        "overcommit_failed": at_most(0),
-        "kv_without_adapter": at_most(0),
-        "steps_that_waited_for_disk": at_most(0),
+    bars: ClassVar = {
+        "registered_2000_vs_5": "≥ 0.95",
+        "resident_64_vs_8": "≤ 1.05",
+        "distinct_over_predicted": "≤ 1.1",
+        "overcommit_throughput_ratio": "≥ 0.7",
+        "overcommit_failed": "≤ 0",
+        "kv_without_adapter": "≤ 0",
+        "steps_that_waited_for_disk": "≤ 0",
     }
 
-    def prepare(self) -> None:
-        super().prepare()
-        self._scratch = tempfile.TemporaryDirectory()
+    shown: ClassVar = {
+        "many adapters; hits and misses: shares of the requests": (
+            "what setting pool_hits host_hits misses loads failed tokens_per_s token_latency_ms"
+            " p99_s step_ms"
+        )
+    }
 
     def cells(self) -> Sequence[Callable[[], Iterator[Row]]]:
         self.status("making adapters")
-        many = ManyAdapters(self.model, Path(self._scratch.name), self.values)
+        scratch = Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
+        many = ManyAdapters(self.model, scratch, self.values)
         rate = self.roofline(self.threads).measure_bandwidth
-        return [
-            *(many.run_registered, many.run_resident, lambda: many.run_distinct(rate)),
-            *(many.run_burst, lambda: many.run_traces(self.status)),
-            lambda: run_split(many, self.values, self.status),
-        ]
+        distinct = lambda: many.run_distinct(rate)  # noqa: E731
+        return [many.run_registered, many.run_resident, distinct, many.run_burst, many.run_split]
 
     def measure(self, cell: Callable[[], Iterator[Row]]) -> Iterator[Row]:
         for row in cell():
@@ -97,24 +80,7 @@ class Adapters(DemoBenchmark):
             yield row
 
     def summarize(self) -> dict[str, Any]:
-        return summarize(self.rows) | summarize_split(self.rows)
-
-    def tables(self) -> Iterable[RenderableType]:
-        columns: dict[str, Any] = {"load": lambda row: f"{row['what']}: {row['setting']}"}
-        columns |= COLUMNS
-        columns["pool, host, disk"] = lambda row: " ".join(
-            f"{row[tier]:.0%}" for tier in TIERS if tier in row
-        )
-        title = "pool, host, disk: shares of requests whose adapter was there"
-        made: Table = frame.table(title, self.rows, columns)
-        made.padding = (0, 0)
-        # Minimum widths make a narrow terminal wrap the headers, and not cut the figures.
-        for column in made.columns:
-            column.min_width = 11 if column is made.columns[0] else 5
-        yield made
-
-    def close(self) -> None:
-        self._scratch.cleanup()
+        return summarize(self.rows)
 
 
 class ManyAdapters:
@@ -126,7 +92,7 @@ class ManyAdapters:
 
     def __init__(self, model: Path, scratch: Path, grid: Mapping[str, Any]) -> None:
         self._model, self._scratch, self._grid = model, scratch, grid
-        count = max(grid["burst"]["adapters"], grid["traces"]["registered"], *grid["resident"])
+        count = max(grid["burst"]["adapters"], grid["split"]["registered"], *grid["resident"])
         self.names = save_adapters(scratch / "all", load_config(model), grid["rank"], count)
         engine = Engine(self.options(self.link_folders("one", self.names[:1])))
         handle = engine.adapters.handle(self.names[0])
@@ -190,49 +156,33 @@ class ManyAdapters:
         }
         order = [in_use[i % few] for i in range(4 * self._grid["sequences"])]
         # The second engine has only the descriptions of the other adapters in memory.
-        host = {"adapter_host_bytes": few * self.host_bytes}
-        return self._interleaved("registered", roots, order, host)
+        return self._compared("registered", roots, order, adapter_host_bytes=few * self.host_bytes)
 
     def run_resident(self) -> Iterator[Row]:
         """Measure requests for a few adapters, on an engine in which only these are resident and on
         one in which many are.
         """
-        few, many = self._grid["resident"]
-        roots = {
-            str(count): self.link_folders(f"resident{count}", self.names[:count])
-            for count in (few, many)
-        }
-        order = [self.names[i % few] for i in range(4 * few)]
-        return self._interleaved("resident", roots, order, {})
+        counts = self._grid["resident"]
+        folders = [self.link_folders(f"resident{count}", self.names[:count]) for count in counts]
+        order = [self.names[i % counts[0]] for i in range(4 * counts[0])]
+        return self._compared("resident", dict(zip(map(str, counts), folders, strict=True)), order)
 
-    def _interleaved(
-        self,
-        part: str,
-        roots: Mapping[str, Path],
-        names: Sequence[str],
-        options: Mapping[str, Any],
+    def _compared(
+        self, part: str, roots: Mapping[str, Path], names: Sequence[str], **options: Any
     ) -> Iterator[Row]:
         """Measure the same requests on two engines, which take turns in running first.
 
         The row of the second engine has the medians of the rounds' ratios to the first engine.
         """
         drivers = [Driver(Engine(self.options(root, **options))) for root in roots.values()]
-        outcomes: list[list[Outcome]] = [[], []]
-        for number in range(-1, self._grid["rounds"]):
-            sides = list(zip(drivers, outcomes, strict=True))
-            for driver, own_outcomes in sides if number % 2 else sides[::-1]:
-                outcome = driver.run(self.requests(names, number))
-                if number >= 0:
-                    own_outcomes.append(outcome)
-        for driver in drivers:
-            driver.close()
+        rounds = [self.requests(names, number) for number in range(-1, self._grid["rounds"])]
+        outcomes = [own[1:] for own in take_turns(drivers, rounds, watch=True)]
         pairs = list(zip(*outcomes, strict=True))
         over = {
             "throughput_over_first": median(b.throughput / a.throughput for a, b in pairs),
             "latency_over_first": median(b.token_latency / a.token_latency for a, b in pairs),
         }
-        ratios: list[Row] = [{}, {key: round(ratio, 3) for key, ratio in over.items()}]
-        for setting, repeats, driver, own in zip(roots, outcomes, drivers, ratios, strict=True):
+        for setting, repeats, driver, own in zip(roots, outcomes, drivers, ({}, over), strict=True):
             yield row_of(part, setting, _middle(repeats), tier_figures(driver.engine) | own)
 
     def run_distinct(self, bandwidth: Callable[[int, float], float]) -> Iterator[Row]:
@@ -250,66 +200,97 @@ class ManyAdapters:
         for repeat in range(self._grid["repeats"]):
             for count in outcomes:
                 names = [self.names[i % count] for i in range(batch)]
-                outcomes[count].append(driver.run(self.requests(names, repeat), watch=False))
+                outcomes[count].append(driver.run(self.requests(names, repeat)))
         driver.close()
         base = median(_middle(outcomes[min(outcomes)]).steps)
         for count, repeats in outcomes.items():
             outcome = _middle(repeats)
             over = median(outcome.steps) / (base + (count - 1) * self.packed_bytes / rate)
-            yield row_of("distinct", str(count), outcome, {"over_predicted": round(over, 3)})
-
-    def _tier_options(self, root: Path, in_pool: int, in_host: int) -> Options:
-        return self.options(
-            root,
-            adapter_pool_bytes=in_pool * self.pool_bytes,
-            adapter_host_bytes=in_host * self.host_bytes,
-        )
+            yield row_of("distinct", str(count), outcome, {"over_predicted": over})
 
     def run_burst(self) -> Iterator[Row]:
         """Measure a burst of requests over many adapters.
 
         In the first run all adapters fit into the pool. In the second run few fit into the pool
-        and into host memory, so most are read from disk. The second run's figure `limit` is an
-        upper bound of its throughput, as a fraction of the throughput of the first run.
+        and into host memory, so most are read from disk.
         """
         grid = self._grid["burst"]
         names = self.names[: grid["adapters"]]
         order = [names[i % len(names)] for i in range(grid["requests"])]
         random.Random(0).shuffle(order)
         root = self.link_folders("burst", names)
-        driver = Driver(Engine(self._tier_options(root, len(names), len(names))))
-        fits = driver.run(self.requests(order, 1))
-        driver.close()
-        yield row_of("burst", "resident", fits, tier_figures(driver.engine))
-        driver = Driver(Engine(self._tier_options(root, grid["room"], grid["host"])))
-        outcome = driver.run(self.requests(order, 1))
-        driver.close()
-        # The second run takes at least as long as its loads, which run one by one.
-        load = median(_load_seconds(driver.engine, name) for name in names)
-        limit = min(1.0, fits.span / ((len(names) - grid["host"]) * load))
-        figures = tier_figures(driver.engine) | {"load_ms": round(load * 1e3, 3)}
-        figures |= {"limit": round(limit, 3)}
-        figures |= {"over_first": round(outcome.throughput / fits.throughput, 3)}
+
+        def run(in_pool: int, in_host: int) -> tuple[Engine, Outcome]:
+            sizes = {"adapter_pool_bytes": in_pool * self.pool_bytes}
+            sizes |= {"adapter_host_bytes": in_host * self.host_bytes}
+            driver = Driver(Engine(self.options(root, **sizes)))
+            outcome = driver.run(self.requests(order, 1), watch=True)
+            driver.close()
+            return driver.engine, outcome
+
+        engine, fits = run(len(names), len(names))
+        yield row_of("burst", "resident", fits, tier_figures(engine))
+        engine, outcome = run(grid["room"], grid["host"])
+        figures = tier_figures(engine) | {"over_first": outcome.throughput / fits.throughput}
         yield row_of("burst", "room for few", outcome, figures)
 
-    def run_traces(self, status: Callable[[str], None]) -> Iterator[Row]:
-        """Measure traces whose adapters fit, or do not fit, into the pool and into host memory."""
-        grid = self._grid["traces"]
-        names = self.names[: grid["registered"]]
-        root = self.link_folders("traces", names)
-        for kind in grid["kinds"]:
-            order = draw_names(kind, names, grid["requests"])
-            for in_pool in grid["room"]:
-                status(f"{kind}, room for {in_pool}")
-                driver = Driver(Engine(self._tier_options(root, in_pool, grid["host"])))
-                outcomes = [
-                    driver.run(self.requests(order[start : start + CONCURRENT_REQUESTS], start))
-                    for start in range(0, len(order), CONCURRENT_REQUESTS)
-                ]
-                figures = tier_figures(driver.engine)
-                driver.close()
-                setting = f"{kind}, room for {in_pool} of {len(names)}"
-                yield row_of("trace", setting, Outcome.joined(outcomes), figures)
+    def run_split(self) -> Iterator[Row]:
+        """Measure traces on an engine with one pool and on one with a split pool.
+
+        All adapters are in host memory. All requests for one adapter share the start of their
+        prompt.
+        """
+        split = self._grid["split"]
+        names = self.names[: split["registered"]]
+        length = split["shared"] + self._grid["prompt"] + self._grid["output"] + BLOCK
+        options = self.options(
+            self.link_folders("split", names),
+            adapter_pool_bytes=split["room"] * self.pool_bytes,
+            kv_cache_tokens=split["kv_requests"] * length,
+            max_model_len=length,
+            enable_prefix_caching=True,
+        )
+        for kind in split["kinds"]:
+            order = draw_names(kind, names, split["requests"])
+            rounds = [
+                self.requests(order[start : start + CONCURRENT_REQUESTS], start, split["shared"])
+                for start in range(0, len(order), CONCURRENT_REQUESTS)
+            ]
+            unpaired = [UnpairedPages() for _ in SIDES]
+            drivers = [
+                Driver(make(options), pages.count)
+                for make, pages in zip(SIDES.values(), unpaired, strict=True)
+            ]
+            outcomes = take_turns(drivers, rounds)
+            for side, driver, pages, own in zip(SIDES, drivers, unpaired, outcomes, strict=True):
+                driver.engine.check_integrity()
+                pairs = zip(own, outcomes[-1], strict=True)
+                stats = driver.engine.stats()
+                figures = tier_figures(driver.engine) | {
+                    "kv_without_adapter": max(pages.held),
+                    "cached_without_adapter": mean(pages.cached),
+                    "cached_tokens": stats.cached_tokens
+                    / (stats.cached_tokens + stats.prompt_tokens),
+                    "throughput_over_split": median(a.throughput / b.throughput for a, b in pairs),
+                }
+                assert side == SPLIT or figures["kv_without_adapter"] == 0, "KV without its adapter"
+                yield row_of("split", f"{kind}, {side}", Outcome.joined(own), figures)
+
+
+def take_turns(
+    drivers: Sequence[Driver], rounds: Iterable[Sequence[DriverRequest]], *, watch: bool = False
+) -> list[list[Outcome]]:
+    """Run each round on all drivers, which take turns in being first, and close them.
+
+    Return the outcomes of each driver.
+    """
+    outcomes: list[list[Outcome]] = [[] for _ in drivers]
+    for number, requests in enumerate(rounds):
+        for index in range(len(drivers))[:: 1 if number % 2 else -1]:
+            outcomes[index].append(drivers[index].run(requests, watch=watch))
+    for driver in drivers:
+        driver.close()
+    return outcomes
 
 
 def row_of(part: str, setting: str, outcome: Outcome, figures: Mapping[str, Any]) -> Row:
@@ -321,9 +302,9 @@ def tier_figures(engine: Engine) -> Row:
     counters = engine.adapters.tiers.counters
     requests = max(1, counters.hits + counters.host_hits + counters.misses)
     return {
-        "pool_hits": round(counters.hits / requests, 3),
-        "host_hits": round(counters.host_hits / requests, 3),
-        "misses": round(counters.misses / requests, 3),
+        "pool_hits": counters.hits / requests,
+        "host_hits": counters.host_hits / requests,
+        "misses": counters.misses / requests,
         "loads": counters.loads,
         "evictions": counters.evictions,
         "moved": engine.pool.pages_moved,
@@ -331,29 +312,31 @@ def tier_figures(engine: Engine) -> Row:
 
 
 def summarize(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the summary without the split, with None for parts that were not run."""
+    """Return the summary, with None for parts that were not run.
+
+    Figures of the split are means over the traces, and the maximum of `kv_without_adapter`.
+    """
     last = {row["what"]: row for row in rows if row["what"] in ("registered", "resident")}
-    distinct = [row["over_predicted"] for row in rows if row["what"] == "distinct"]
-    few = next((row for row in rows if row["setting"] == "room for few"), {})
-    return {
+    distinct = [row["over_predicted"] for row in matching(rows, what="distinct")]
+    few = next(iter(matching(rows, setting="room for few")), {})
+    summary = {
         "registered_2000_vs_5": last.get("registered", {}).get("throughput_over_first"),
         "resident_64_vs_8": last.get("resident", {}).get("latency_over_first"),
         "distinct_over_predicted": max(distinct, default=None),
         "overcommit_throughput_ratio": few.get("over_first"),
-        "overcommit_limit": few.get("limit"),
-        "overcommit_p99_s": few.get("p99_s"),
         "overcommit_failed": few.get("failed"),
-        "step_beside_load_over_step": few.get("step_beside_load_over_step"),
         "steps_that_waited_for_disk": sum(row["disk_steps"] for row in rows),
     }
-
-
-def _load_seconds(engine: Engine, name: str) -> float:
-    """Return the seconds an idle engine takes to read an adapter's files into host memory."""
-    handle = engine.adapters.handle(name)
-    started = perf_counter()
-    read_adapter(handle.folder, handle.description)
-    return perf_counter() - started
+    for side, suffix in ((ONE_POOL, ""), (SPLIT, "_split")):
+        own = [row for row in matching(rows, what="split") if row["setting"].endswith(side)]
+        for key in ("cached_without_adapter", "cached_tokens"):
+            summary[key + suffix] = mean(row[key] for row in own) if own else None
+        if side == ONE_POOL:
+            held = [row["kv_without_adapter"] for row in own]
+            summary["kv_without_adapter"] = max(held, default=None)
+            ratios = [row["throughput_over_split"] for row in own]
+            summary["throughput_over_split"] = mean(ratios) if ratios else None
+    return summary
 
 
 def _middle(outcomes: Sequence[Outcome]) -> Outcome:
@@ -364,36 +347,29 @@ def _middle(outcomes: Sequence[Outcome]) -> Outcome:
 def save_adapters(root: Path, config: DecoderConfig, rank: int, count: int) -> list[str]:
     """Save `count` folders of random weights in PEFT's format, and return their names."""
     generator = torch.Generator().manual_seed(rank)
-    adapter_config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank}
-    adapter_config |= {"target_modules": sorted(config.target_shapes)}
+    shapes = {}
+    for layer in range(config.layers):
+        for target, shape in config.target_shapes.items():
+            block = "self_attn" if target in ATTENTION else "mlp"
+            stem = f"base_model.model.{config.prefix}layers.{layer}.{block}.{target}"
+            shapes[stem] = shape
     names = [f"a{index:04}" for index in range(count)]
     for name in names:
-        (root / name).mkdir(parents=True)
-        (root / name / "adapter_config.json").write_text(json.dumps(adapter_config))
-        weights = {}
-        for layer in range(config.layers):
-            for target, (d_out, d_in) in config.target_shapes.items():
-                block = "self_attn" if target in ATTENTION else "mlp"
-                stem = f"base_model.model.{config.prefix}layers.{layer}.{block}.{target}"
-                for factor, shape in (("A", (rank, d_in)), ("B", (d_out, rank))):
-                    drawn = torch.empty(shape).normal_(0.0, 0.02, generator=generator)
-                    weights[f"{stem}.lora_{factor}.weight"] = drawn
-        save_file(weights, root / name / "adapter_model.safetensors")
+        targets = sorted(config.target_shapes)
+        save_adapter(root / name, rank, shapes, targets, generator, torch.float32)
     return names
 
 
 def draw_names(kind: str, names: Sequence[str], count: int) -> list[str]:
     """Return the adapter of each of `count` requests.
 
-    kind: "zipf" (most requests are for few adapters), "uniform" or "churning" (a working set of
-        CHURN_SET adapters, of which some are replaced regularly).
+    kind: "zipf" (most requests are for few adapters) or "churning" (a working set of CHURN_SET
+        adapters, of which some are replaced regularly).
     """
     rng = random.Random(kind)
     if kind == "zipf":
         weights = [1 / (rank + 1) ** ZIPF_EXPONENT for rank in range(len(names))]
         return rng.choices(names, weights, k=count)
-    if kind == "uniform":
-        return rng.choices(names, k=count)
     return [
         names[(i // CHURN_INTERVAL * CHURN_SHIFT + rng.randrange(CHURN_SET)) % len(names)]
         for i in range(count)
@@ -503,83 +479,3 @@ class UnpairedPages:
         cached = Counter(prefix._keys[page].scope for page in prefix._idle).items()
         pages = sum(count for scope, count in cached if scope not in scopes)
         self.cached.append(pages / max(1, engine.pool.kv + engine.pool.cached))
-
-    def as_row(self) -> dict[str, Any]:
-        return {
-            "kv_without_adapter": max(self.held),
-            "cached_without_adapter": round(mean(self.cached), 4),
-            "cached_without_adapter_most": round(max(self.cached), 4),
-        }
-
-
-def run_split(
-    adapters: ManyAdapters, grid: Mapping[str, Any], status: Callable[[str], None]
-) -> Iterator[Row]:
-    """Measure each trace on an engine with one pool and on one with a split pool.
-
-    All adapters are in host memory. All requests for one adapter share the start of their prompt.
-    """
-    names = adapters.names[: grid["traces"]["registered"]]
-    root = adapters.link_folders("split", names)
-    for kind in grid["split"]["kinds"]:
-        status(f"split: {kind}")
-        order = draw_names(kind, names, grid["split"]["requests"])
-        yield from _run_trace(adapters, root, grid, kind, order)
-
-
-def _run_trace(
-    adapters: ManyAdapters, root: Path, grid: Mapping[str, Any], kind: str, order: Sequence[str]
-) -> Iterator[Row]:
-    """Measure one trace on both engines, which take turns in running first."""
-    split = grid["split"]
-    length = split["shared"] + grid["prompt"] + grid["output"] + BLOCK
-    options = adapters.options(
-        root,
-        adapter_pool_bytes=split["room"] * adapters.pool_bytes,
-        kv_cache_tokens=split["kv_requests"] * length,
-        max_model_len=length,
-        enable_prefix_caching=True,
-    )
-    unpaired = {side: UnpairedPages() for side in SIDES}
-    drivers = {side: Driver(make(options), unpaired[side].count) for side, make in SIDES.items()}
-    outcomes: dict[str, list[Outcome]] = {side: [] for side in SIDES}
-    for number, start in enumerate(range(0, len(order), CONCURRENT_REQUESTS)):
-        names = order[start : start + CONCURRENT_REQUESTS]
-        requests = adapters.requests(names, number, split["shared"])
-        for side in list(SIDES)[:: 1 if number % 2 else -1]:
-            outcomes[side].append(drivers[side].run(requests, watch=False))
-    for side, driver in drivers.items():
-        driver.engine.check_integrity()
-        driver.close()
-        pairs = zip(outcomes[side], outcomes[SPLIT], strict=True)
-        over = median(own.throughput / other.throughput for own, other in pairs)
-        figures = tier_figures(driver.engine) | unpaired[side].as_row()
-        stats = driver.engine.stats()
-        cached = stats.cached_tokens / (stats.cached_tokens + stats.prompt_tokens)
-        figures |= {"cached_tokens": round(cached, 3), "throughput_over_split": round(over, 3)}
-        assert side == SPLIT or figures["kv_without_adapter"] == 0, "KV without its adapter"
-        yield row_of("split", f"{kind}, {side}", Outcome.joined(outcomes[side]), figures)
-
-
-def summarize_split(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return means over the traces, and the maximum of `kv_without_adapter`.
-
-    All figures are None if this part was not run.
-    """
-
-    def figures(side: str, key: str) -> list[Any]:
-        of_side = (r for r in rows if r["what"] == "split" and r["setting"].endswith(side))
-        return [row[key] for row in of_side]
-
-    def average(side: str, key: str, digits: int) -> float | None:
-        values = figures(side, key)
-        return round(mean(values), digits) if values else None
-
-    return {
-        "kv_without_adapter": max(figures(ONE_POOL, "kv_without_adapter"), default=None),
-        "cached_without_adapter": average(ONE_POOL, "cached_without_adapter", 4),
-        "cached_without_adapter_split": average(SPLIT, "cached_without_adapter", 4),
-        "cached_tokens": average(ONE_POOL, "cached_tokens", 3),
-        "cached_tokens_split": average(SPLIT, "cached_tokens", 3),
-        "throughput_over_split": average(ONE_POOL, "throughput_over_split", 3),
-    }

@@ -7,19 +7,17 @@ and values together are larger than the caches, as in a step.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import torch
-from rich.console import RenderableType
 
 from benchmarks import frame
-from benchmarks.frame import Bar, Row, ThreadedBenchmark, at_least
-from benchmarks.gpu_timing import discard
-from benchmarks.machine import COLD_BYTES, DTYPES, timed_with_rates
+from benchmarks.frame import Row, ThreadedBenchmark, matching, mean_of
+from benchmarks.gpu_device import discard
+from benchmarks.machine import COLD_BYTES, DTYPES, medians, noises, timed_with_rates
 from benchmarks.models import fill_with_random
-from benchmarks.timing import medians_in, noises, rounded_mean
 from vlora.backends import Backend
 from vlora.memory.kv_cache import KVCache
 from vlora.model.attention import AttentionPlan
@@ -31,7 +29,6 @@ READ_BYTES, MULTIPLY_ROUNDS = 64 << 20, 1_000_000
 """Work of the microbenchmarks in each round."""
 MIXED_DECODES = 8
 """Number of decoding requests that a mixed step has in addition to its chunk."""
-GROUP_KEYS = {"phase", "heads", "rows", "contexts", "quick"}
 
 
 @dataclass(frozen=True)
@@ -88,9 +85,11 @@ class Attention(ThreadedBenchmark):
 
     name = "attention"
     title = "roofline: fraction of the roofline; vs_twin: time of torch's attention / our time"
-    bars: ClassVar[Mapping[str, Bar]] = {
-        "vs_twin_worst": at_least(1),
-        "roofline_decode": at_least(0.667),
+    bars: ClassVar = {"vs_twin_worst": "≥ 1", "roofline_decode": "≥ 0.667"}
+    shown: ClassVar = {
+        "twin: gather the pages, then torch's attention": (
+            "cell us.kernel us.twin limit_us vs_twin roofline noise.kernel"
+        )
     }
 
     dtypes: frame.Types = "fp32,bf16"
@@ -101,69 +100,43 @@ class Attention(ThreadedBenchmark):
     @torch.inference_mode()
     def measure(self, cell: AttentionCell) -> Iterator[Row]:
         self.status(cell.name)
-        step = SyntheticAttention(cell)
+        calls = attention_calls(cell)
         roofline = self.roofline(self.threads)
         peak_type = roofline.fastest_type(cell.dtype)
-        timings, rates = timed_with_rates(
-            {"kernel": step.attend("cpu"), "twin": step.attend("reference")},
-            peak_type,
-            MULTIPLY_ROUNDS,
-            READ_BYTES,
-            rounds=5 if self.quick else 9,
-            warm=False,
-            lead=True,
-            budget=0.15 if self.quick else 1.0,
-        )
-        rate = rates.read or roofline.bandwidth(READ_BYTES, cold=True)
-        peak = rates.peak or roofline.peak(peak_type)
-        limit = max(cell.kv_bytes / rate, cell.flops / peak)
+        rounds, budget = (5, 0.15) if self.quick else (9, 1.0)
+        options = {"rounds": rounds, "warm": False, "lead": True, "budget": budget}
+        timings, rates = timed_with_rates(calls, peak_type, MULTIPLY_ROUNDS, READ_BYTES, **options)
+        moved = ((cell.kv_bytes, True),)
+        limit = roofline.seconds(cell.flops, moved, peak_type, rates.read, rates.peak)
         seconds = timings["kernel"].median
         yield {
-            "phase": cell.phase,
-            "heads": cell.name_of_heads,
-            "rows": cell.rows,
-            "context": cell.context,
-            "dtype": cell.dtype,
+            **asdict(cell),
             "cell": cell.name,
-            "us": medians_in(timings, 1e6, 1),
+            "us": medians(timings, 1e6),
             "noise": noises(timings),
-            "limit_us": round(limit * 1e6, 1),
-            "vs_twin": round(timings["twin"].median / seconds, 3),
-            "roofline": round(limit / seconds, 3),
+            "limit_us": limit * 1e6,
+            "vs_twin": timings["twin"].median / seconds,
+            "roofline": limit / seconds,
         }
 
     def summarize(self) -> dict[str, Any]:
         worst = min(self.rows, key=lambda row: float(row["vs_twin"]))
         summary = {"vs_twin_worst": worst["vs_twin"], "vs_twin_worst_cell": worst["cell"]}
         for phase in ("decode", "prefill", "mixed"):
-            shares = [row["roofline"] for row in self.rows if row["phase"] == phase]
-            summary[f"roofline_{phase}"] = rounded_mean(shares)
+            shares = (row["roofline"] for row in matching(self.rows, phase=phase))
+            summary[f"roofline_{phase}"] = mean_of(shares)
         return summary
-
-    def tables(self) -> Iterable[RenderableType]:
-        columns: dict[str, Any] = {
-            "cell": "cell",
-            "kernel µs": lambda row: f"{row['us']['kernel']:.0f}",
-            "twin µs": lambda row: f"{row['us']['twin']:.0f}",
-            "limit µs": "limit_us",
-            "twin/kernel": "vs_twin",
-            "limit/time": "roofline",
-            "noise": lambda row: f"±{row['noise']['kernel']:.0%}",
-        }
-        yield frame.table("twin: gather the pages, then torch's attention", self.rows, columns)
 
 
 def grid_cells(
     grid: Mapping[str, Any], dtypes: Sequence[str], *, quick: bool
 ) -> list[AttentionCell]:
-    """Return all cells of a grid. Raises ValueError for an unknown or missing key.
+    """Return all cells of a grid.
 
     quick: whether the lists in a group's entry `quick` replace the group's lists of the same names.
     """
     cells = []
     for group in grid["groups"]:
-        if set(group) != GROUP_KEYS:
-            raise ValueError(f"keys {sorted(set(group) ^ GROUP_KEYS)} are unknown or missing")
         chosen = group | group["quick"] if quick else group
         for dtype, name, rows, context in itertools.product(
             dtypes, chosen["heads"], chosen["rows"], chosen["contexts"]
@@ -174,32 +147,31 @@ def grid_cells(
     return cells
 
 
-class SyntheticAttention:
-    """Chunks of one step, and random keys and values of more layers than the caches hold."""
+def attention_calls(cell: AttentionCell) -> dict[str, Callable[[], None]]:
+    """Return functions whose calls compute one layer after another, by our kernel and its twin.
 
-    def __init__(self, cell: AttentionCell) -> None:
-        page_counts = [-(-(rows + start) // cell.block) for rows, start in cell.chunks]
-        self.layers = max(2, -(-COLD_BYTES // cell.kv_bytes))
-        self.store = KVCache(
-            sum(page_counts), self.layers, cell.block, cell.kv_heads, cell.dim, DTYPES[cell.dtype]
-        )
-        fill_with_random(self.store.cache)
-        free_pages = iter(torch.randperm(sum(page_counts)).tolist())
-        self.chunks, row = [], 0
-        for (rows, start), count in zip(cell.chunks, page_counts, strict=True):
-            tokens = (0,) * rows
-            pages = tuple(itertools.islice(free_pages, count))
-            prompt = text_prompt(tokens)
-            self.chunks.append(Chunk(str(row), 0, row, start, tokens, prompt, pages, True))
-            row += rows
-        self.heads, self.dim = cell.heads, cell.dim
-        self.qkv = torch.randn(row, (cell.heads + 2 * cell.kv_heads) * cell.dim)
-        # The angles are zero: repeated calls must leave the rows unchanged.
-        self.rotary = Rotary.from_angles(torch.zeros(row, cell.dim // 2), 1.0)
+    The keys and values are random, and those of all layers are larger than the caches.
+    """
+    page_counts = [-(-(rows + start) // cell.block) for rows, start in cell.chunks]
+    count = max(2, -(-COLD_BYTES // cell.kv_bytes))
+    sizes = (cell.block, cell.kv_heads, cell.dim, DTYPES[cell.dtype])
+    store = KVCache(sum(page_counts), count, *sizes)
+    fill_with_random(store.cache)
+    free_pages = iter(torch.randperm(sum(page_counts)).tolist())
+    chunks, row = [], 0
+    for (rows, start), pages in zip(cell.chunks, page_counts, strict=True):
+        tokens = (0,) * rows
+        own = tuple(itertools.islice(free_pages, pages))
+        chunks.append(Chunk(str(row), 0, row, start, tokens, text_prompt(tokens), own, True))
+        row += rows
+    qkv = torch.randn(row, (cell.heads + 2 * cell.kv_heads) * cell.dim)
+    # The angles are zero: repeated calls must leave the rows unchanged.
+    rotary = Rotary.from_angles(torch.zeros(row, cell.dim // 2), 1.0)
+    out = torch.empty(row, cell.heads * cell.dim)
 
-    def attend(self, backend: Backend) -> Callable[[], None]:
-        """Return a function whose calls compute the attention of one layer after another."""
-        plan = AttentionPlan(self.chunks, self.store, self.heads, backend=backend)
-        layers = itertools.cycle(range(self.layers))
-        out = torch.empty(len(self.qkv), self.heads * self.dim)
-        return lambda: discard(plan.attend(next(layers), self.qkv, self.rotary, out))
+    def attend(backend: Backend) -> Callable[[], None]:
+        plan = AttentionPlan(chunks, store, cell.heads, backend=backend)
+        layers = itertools.cycle(range(count))
+        return lambda: discard(plan.attend(next(layers), qkv, rotary, out))
+
+    return {"kernel": attend("cpu"), "twin": attend("reference")}

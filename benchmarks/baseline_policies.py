@@ -115,7 +115,6 @@ class DLora:
 
     @property
     def _speed(self) -> float:
-        """Time of a merged step divided by the time of an unmerged step, at most 1."""
         return min(1.0, self._merged_step / self._unmerged_step)
 
     def _note_new_adapters(self, ready: Sequence[Candidate]) -> None:
@@ -200,10 +199,7 @@ class DLora:
 
 
 def _name(r: Candidate) -> str:
-    """Return the adapter's name, or "" for the base model.
-
-    Credit is counted by name, because a slot can pass to another adapter.
-    """
+    # Credit is counted by name, because a slot can pass to another adapter.
     return r.adapter or ""
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from statistics import median
 from typing import Any
 from unittest.mock import patch
@@ -33,12 +34,22 @@ WAIT_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class DriverRequest:
-    """One request of a run, whose answer has `output` tokens."""
+    """One request of a run.
+
+    output: number of tokens of the answer.
+    at: seconds from the start of the run to its arrival.
+    limit: maximum number of answer tokens that the client asks for; None for `output`. The answer
+        ends before, as if the model had generated end-of-text.
+    sampling: sampling parameters; by default the answer is greedy.
+    """
 
     prompt: str
     adapter: str | None
     output: int
     images: ImageFeatures | None = None
+    at: float = 0.0
+    limit: int | None = None
+    sampling: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0})
 
 
 def random_image(seed: int | Sequence[int], rows: int, hidden: int) -> ImageFeatures:
@@ -51,13 +62,9 @@ def random_image(seed: int | Sequence[int], rows: int, hidden: int) -> ImageFeat
 class Outcome:
     """Times of one run of a set of requests, in seconds.
 
-    first, end: time of each request's first token and of its end, from the start of the run.
+    first, end: time of each request's first token and of its end, from its arrival.
     steps: duration of each step that computed rows.
-    stalled: time spent waiting for adapters while there was nothing to compute.
     disk_steps: number of steps in which the engine's thread read a file of weights.
-    loading_steps, quiet_steps: durations of the steps with and without an adapter that was loaded
-        or packed meanwhile. Steps in which a request got its first token are in neither list,
-        because most adapters are loaded during such steps.
     span: duration of the run.
     rows, tokens, failed: numbers of computed rows, of generated tokens and of failed requests.
     """
@@ -65,10 +72,7 @@ class Outcome:
     first: list[float] = field(default_factory=list)
     end: list[float] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)
-    stalled: float = 0.0
     disk_steps: int = 0
-    loading_steps: list[float] = field(default_factory=list)
-    quiet_steps: list[float] = field(default_factory=list)
     span: float = 0.0
     rows: int = 0
     tokens: int = 0
@@ -76,7 +80,7 @@ class Outcome:
 
     @classmethod
     def joined(cls, outcomes: Sequence[Outcome]) -> Outcome:
-        """Return one outcome for several runs. Each time still counts from the start of its run."""
+        """Return one outcome for several runs."""
         total = cls()
         for outcome in outcomes:
             for f in fields(cls):
@@ -94,17 +98,11 @@ class Outcome:
         return sum(self.end) / max(1, self.tokens)
 
     def as_row(self) -> Row:
-        loading, quiet = self.loading_steps, self.quiet_steps
-        over = median(loading) / median(quiet) if loading and quiet else None
         return {
-            "tokens_per_s": round(self.throughput, 1),
-            "token_latency_ms": round(self.token_latency * 1e3, 3),
-            "p99_s": round(float(np.quantile(self.end, 0.99)), 3),
-            "step_ms": round(median(self.steps) * 1e3, 3),
-            "step_p99_ms": round(float(np.quantile(self.steps, 0.99)) * 1e3, 3),
-            "step_beside_load_ms": round(median(loading) * 1e3, 3) if loading else None,
-            "step_beside_load_over_step": over and round(over, 3),
-            "stalled_s": round(self.stalled, 3),
+            "tokens_per_s": self.throughput,
+            "token_latency_ms": self.token_latency * 1e3,
+            "p99_s": float(np.quantile(self.end, 0.99)),
+            "step_ms": median(self.steps) * 1e3,
             "disk_steps": self.disk_steps,
             "failed": self.failed,
         }
@@ -127,70 +125,77 @@ class Driver:
     def close(self) -> None:
         self.engine.adapters.close()
 
-    def run(self, requests: Sequence[DriverRequest], *, watch: bool = True) -> Outcome:
-        """Submit all requests at once, run them to their end, and return their times.
+    def run(
+        self, requests: Sequence[DriverRequest], *, watch: bool = False, at_once: int | None = None
+    ) -> Outcome:
+        """Run requests, sorted by arrival, to their end, and return their times.
+
+        Requests are prepared before the clock starts. While the engine is idle, the clock jumps to
+        the next arrival.
 
         watch: whether the adapter folders are watched meanwhile.
+        at_once: maximum number of concurrent requests; others arrive later. None for no limit.
         """
-        if not watch:
-            return self._run(requests)
-        self.engine.watch.start(self.engine.adapters.folders.stamps)
-        try:
-            return self._run(requests)
-        finally:
-            self.engine.watch.close()
-
-    def _run(self, requests: Sequence[DriverRequest]) -> Outcome:
         engine, outcome = self.engine, Outcome()
-        states = [self._prepare(request) for request in requests]
-        rows_before = engine.stats().rows
+        waiting = deque((request, self._prepare(request)) for request in requests)
+        arrivals: dict[str, float] = {}
         answered: set[str] = set()
+        rows_before = engine.stats().rows
+        if watch:
+            engine.watch.start(engine.adapters.folders.stamps)
         with _counted_reads() as reads:
-            started = time.perf_counter()
-            for index, state in enumerate(states):
-                engine.add(state, float(index))
-            while not engine.idle:
-                outputs, now = self._step(outcome, answered, reads)
+            started = time.monotonic()
+            while waiting or not engine.idle:
+                now = time.monotonic() - started
+                running = len(arrivals) - len(outcome.end)
+                while waiting and waiting[0][0].at <= now and running != at_once:
+                    request, state = waiting.popleft()
+                    arrivals[state.sequence.id] = request.at
+                    engine.add(state, started + request.at)
+                    running += 1
+                if engine.idle:
+                    started -= max(0.0, waiting[0][0].at - now)
+                    continue
+                outputs, now = self._step(outcome, reads)
                 for output in outputs:
+                    seconds = now - started - arrivals[output.request_id]
                     outcome.tokens += len(output.token_ids)
                     if output.request_id not in answered:
                         answered.add(output.request_id)
-                        outcome.first.append(now - started)
+                        outcome.first.append(seconds)
                     if output.finished:
-                        outcome.end.append(now - started)
+                        outcome.end.append(seconds)
                         outcome.failed += output.error is not None
-        outcome.span = time.perf_counter() - started
+        outcome.span = time.monotonic() - started
+        if watch:
+            engine.watch.close()
         outcome.rows = engine.stats().rows - rows_before
         return outcome
 
     def _prepare(self, request: DriverRequest) -> RequestState:
         self._count += 1
-        params = SamplingParams(temperature=0.0, max_tokens=request.output, ignore_eos=True)
+        keys = {**request.sampling, "max_tokens": request.limit or request.output}
+        params = replace(SamplingParams.parse(keys), ignore_eos=True)
         number, adapter, images = f"drive-{self._count}", request.adapter, request.images
-        return self.engine.prepare(
+        state = self.engine.prepare(
             Request(number, request.prompt, params, adapter=adapter, images=images)
         )
+        state.sequence.max_tokens = request.output
+        return state
 
-    def _step(
-        self, outcome: Outcome, answered: set[str], reads: list[str]
-    ) -> tuple[list[Output], float]:
+    def _step(self, outcome: Outcome, reads: list[str]) -> tuple[list[Output], float]:
         """Run one step and record its time. Return its outputs and the time of its end."""
-        engine = self.engine
-        started, reads_before = time.perf_counter(), len(reads)
-        loading = engine.adapters.loading
-        outputs = engine.step()
-        now = time.perf_counter()
-        if engine.stalled:
+        started, reads_before = time.monotonic(), len(reads)
+        outputs = self.engine.step()
+        now = time.monotonic()
+        if self.engine.stalled:
             self._news.wait(WAIT_SECONDS)
             self._news.clear()
-            outcome.stalled += time.perf_counter() - started
             return outputs, now
         outcome.steps.append(now - started)
-        if answered >= {output.request_id for output in outputs}:
-            (outcome.loading_steps if loading else outcome.quiet_steps).append(now - started)
         outcome.disk_steps += len(reads) > reads_before
         if self._after_step is not None:
-            self._after_step(engine)
+            self._after_step(self.engine)
         return outputs, now
 
 

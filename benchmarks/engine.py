@@ -6,11 +6,10 @@ floor of a run is the time that its steps would take if each ran at the limit of
 
 from __future__ import annotations
 
-import json
-import queue
+import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -23,26 +22,19 @@ import torch
 import typer
 from rich.console import RenderableType
 
-from benchmarks import frame, llava
-from benchmarks.frame import Bar, Benchmark, Row, at_most
+from benchmarks import frame
+from benchmarks.frame import Benchmark, Row, mean_of
 from benchmarks.llava import Checkpoint
-from benchmarks.loads import OUTPUT, REQUESTS, Load, LoadRequest, LoadTimes, sampling
+from benchmarks.loads import OUTPUT, GrpcClient, Load, LoadRequest, LoadTimes
 from benchmarks.machine import has_bf16_instructions, set_threads
-from benchmarks.models import (
-    ENGINE_NAMES,
-    ChunkWork,
-    Work,
-    combined_work,
-    step_work,
-    tower_work,
-)
-from benchmarks.timing import rounded_mean
+from benchmarks.models import ENGINE_NAMES, ChunkWork, Work, step_work, tower_work
 from vlora import cores
 from vlora.config import Options
 from vlora.engine import parts
 from vlora.engine.loop import EngineLoop
 from vlora.launcher.repository import ServerOptions
 from vlora.launcher.server import TritonServer
+from vlora.model.chunk import Chunk
 from vlora.model.decoder_config import dtype_of
 from vlora.model.runner import Runner, StepResult
 from vlora.request import ImageFeatures, Output, Request
@@ -56,8 +48,6 @@ KINDS, COUNTS = ("text", "image"), (0, 1, 4, 16)
 RATE_SECONDS, READ_BYTES = 0.15, 256 << 20
 """Duration of a microbenchmark before and after every run in this process, and bytes it reads."""
 DRAIN_SECONDS = 1.0
-RESPONSE_TIMEOUT_SECONDS = 180.0
-ENSEMBLE = "visual_retrieval"
 PEFT_BASE = "__base__"
 """PEFT's name for rows without an adapter."""
 
@@ -71,10 +61,10 @@ class EngineLoads(Benchmark):
 
     name = "engine"
     title = "average token latency relative to the floor, to the engine in process, to PEFT"
-    bars: ClassVar[Mapping[str, Bar]] = {
-        **{f"{kind}_{adapters}": at_most(1.45) for kind in KINDS for adapters in COUNTS},
-        "served_over_engine": at_most(1.1),
-        "vs_peft_mixed": at_most(0.35),
+    bars: ClassVar = {
+        **{f"{kind}_{adapters}": "≤ 1.45" for kind in KINDS for adapters in COUNTS},
+        "served_over_engine": "≤ 1.1",
+        "vs_peft_mixed": "≤ 0.35",
     }
 
     dtypes: frame.Types = "bf16"
@@ -82,9 +72,10 @@ class EngineLoads(Benchmark):
         False
     )
     served: Annotated[bool, typer.Option(help="Measure a real server over gRPC as well.")] = True
-    threads: frame.Threads = None
+    threads: Annotated[
+        int | None, typer.Option("--threads", help="Number of threads; default: as in a server.")
+    ] = None
     device: frame.Device = "cpu"
-    root: frame.Root = None
 
     def prepare(self) -> None:
         super().prepare()
@@ -94,16 +85,17 @@ class EngineLoads(Benchmark):
             self._options |= {"engine_threads": self.threads, "encoder_threads": self.threads}
         self._split = cores.split_threads(Options(**self._options))
         set_threads(self._split.engine)
-        requests = self.values.get("requests", REQUESTS)
         self._loads = [
-            Load(kind, count, requests)
+            Load(kind, count, self.values["requests"])
             for kind in self.values["kinds"]
             for count in self.values["adapters"]
         ]
-        self._checkpoint = llava.make(llava.MODELS["whole"], self.root)
+        self._checkpoint = self.generated()
         self._roofline = self.roofline(self._split.engine)
-        self._stack = ExitStack()
-        self._running: tuple[str, InProcess, OverGrpc | None] | None = None
+        self._runner = self.stack.enter_context(asyncio.Runner())
+        self._engine: tuple[str, InProcess] | None = None
+        self._client: GrpcClient | None = None
+        self._running = self.stack.enter_context(ExitStack())
         self._seed = 0
 
     def settings(self) -> dict[str, Any]:
@@ -120,11 +112,10 @@ class EngineLoads(Benchmark):
             self._run_peers()
             return
         load, dtype = cell
-        if self._running is None or self._running[0] != dtype:
-            self._start(dtype)
-        assert self._running is not None
-        _, engine, server = self._running
-        runs: list[tuple[LoadTimes, LoadTimes, float]] = []
+        if self._engine is None or self._engine[0] != dtype:
+            self._engine = dtype, self._start(dtype)
+        engine = self._engine[1]
+        runs: list[tuple[LoadTimes, LoadTimes]] = []
         served: list[LoadTimes] = []
         for _ in range(self.values["repeats"]):
             self._seed += 1
@@ -133,26 +124,33 @@ class EngineLoads(Benchmark):
             before = self._rates(dtype)
             times, trace = engine.run(requests)
             peak, rate = ((a + b) / 2 for a, b in zip(before, self._rates(dtype), strict=True))
-            runs.append((times, trace.floor(peak, rate), trace.combined_seconds(peak, rate)))
-            if server is not None:
+            runs.append((times, trace.floor(peak, rate)))
+            if self._client is not None:
                 self.status(f"{load.name}, over gRPC")
-                served.append(server.run(requests))
+                served.append(self._runner.run(self._client.run(requests)))
         yield row_of(load, dtype, runs, served)
 
-    def _start(self, dtype: str) -> None:
+    def _start(self, dtype: str) -> InProcess:
         """Start an engine in this process, and a server, after those of another type ended."""
-        self.close()
+        self._running.close()
         self.status("loading")
-        engine = self._stack.enter_context(InProcess(self._checkpoint, dtype, self._options))
-        server = None
+        engine = InProcess(self._checkpoint, dtype, self._options)
+        self._running.callback(engine.close)
         if self.served:
             self.status("starting the server")
-            streams = max(load.requests for load in self._loads)
-            server = self._stack.enter_context(
-                OverGrpc(self._checkpoint, dtype, self._options, streams)
+            made, model_json = self._checkpoint, {"dtype": ENGINE_NAMES[dtype], **self._options}
+            options = ServerOptions(
+                model=made.folder, adapters=made.adapters, model_json=model_json
             )
+            server = self._running.enter_context(TritonServer(options))
+
+            async def connect() -> GrpcClient:  # A gRPC channel belongs to one event loop.
+                return GrpcClient(server.grpc_url)
+
+            client = self._client = self._runner.run(connect())
+            self._running.callback(lambda: self._runner.run(client.close()))
         engine.run(self._loads[0].draw(self._checkpoint, 0)[:2])  # Warm up.
-        self._running = dtype, engine, server
+        return engine
 
     def _rates(self, dtype: str) -> tuple[float, float]:
         """Return the present rates of this machine in flop/s and bytes/s."""
@@ -161,7 +159,7 @@ class EngineLoads(Benchmark):
 
     def _run_peers(self) -> None:
         """Run each load once on PEFT, after our engines ended: they compete for the caches."""
-        self.close()
+        self._running.close()
         self.status("loading PEFT")
         peer = PeftMixed(self._checkpoint, _peer_type())
         for seed, row in enumerate(self.rows, start=1):
@@ -176,39 +174,29 @@ class EngineLoads(Benchmark):
     def tables(self) -> Iterable[RenderableType]:
         lines: list[Row] = []
         for row in self.rows:
-            floor = f"its floor (all work at once: {row['at_once_s']:.2f} s)"
-            runs = [
-                ("in process", row["inside"] | {"over": row["over_floor"]}),
-                (floor, row["floor"]),
-            ]
+            inside = row["inside"] | {"over": row["over_floor"]}
+            runs = [("in process", inside), ("its floor", row["floor"])]
             runs += [("over gRPC", times) for times in row["served"]]
             runs += [("PEFT, mixed batch", times) for times in row["peers"]]
             lines += [row | {"run": run} | times for run, times in runs]
-        columns = {"load": "load", "type": "dtype", "run": "run", "over the floor": "over"}
-        columns |= {"token latency ms": "token_latency_ms", "first token s": "first_token_s"}
         title = f"{self.rows[0]['requests']} concurrent requests, {OUTPUT} tokens each"
-        yield frame.table(title, lines, columns | {"wall s": "wall_s"}, labels=3)
-
-    def close(self) -> None:
-        self._stack.close()
-        self._running = None
+        keys = "load dtype run over token_latency_ms first_token_s wall_s"
+        yield frame.table(title, lines, keys)
 
 
 def row_of(
     load: Load,
     dtype: str,
-    runs: Sequence[tuple[LoadTimes, LoadTimes, float]],
+    runs: Sequence[tuple[LoadTimes, LoadTimes]],
     served: Sequence[LoadTimes],
 ) -> Row:
     """Return the row of a load.
 
-    runs: one tuple per repeat in this process: times of the run, floor of its steps, and roofline
-        in seconds of all its work together.
+    runs: times of each repeat in this process, and the floor of its steps.
     served: times of each repeat over gRPC.
     """
     by_latency = sorted(runs, key=lambda run: run[0].token_latency)
-    times, floor, combined = by_latency[len(by_latency) // 2]
-    over = [times.token_latency / floor.token_latency for times, floor, _ in runs]
+    times, floor = by_latency[len(by_latency) // 2]
     return {
         "load": load.name,
         "dtype": dtype,
@@ -216,10 +204,9 @@ def row_of(
         "adapters": load.adapters,
         "inside": times.as_row(),
         "floor": floor.as_row(),
-        "at_once_s": round(combined, 3),
         "served": [repeat.as_row() for repeat in served],
         "peers": [],
-        "over_floor": round(median(over), 3),
+        "over_floor": median(run.token_latency / floor.token_latency for run, floor in runs),
     }
 
 
@@ -238,9 +225,9 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
     summary = {
         f"{kind}_{count}": by_load.get(f"{kind}_{count}") for kind in KINDS for count in COUNTS
     }
-    summary["served_over_engine"] = rounded_mean(over(row, "served") for row in rows)
+    summary["served_over_engine"] = mean_of(over(row, "served") for row in rows)
     peers = [ratio for row in rows if row["adapters"] and (ratio := over(row, "peers"))]
-    summary["vs_peft_mixed"] = rounded_mean(1 / ratio for ratio in peers)
+    summary["vs_peft_mixed"] = mean_of(1 / ratio for ratio in peers)
     return summary
 
 
@@ -249,28 +236,23 @@ class StepTrace:
     """Work of every step of one run.
 
     first, last: for each request, index of the step that gave its first and its last token.
-    tower: work of the vision tower for all images, or None.
+    tower: work of the vision tower for all images.
     """
 
     works: Sequence[Work]
     first: Sequence[int]
     last: Sequence[int]
-    tower: Work | None
+    tower: Work
 
     def floor(self, peak: float, rate: float) -> LoadTimes:
         """Return the times of a run in which the tower and each step reach their roofline."""
-        now = 0.0 if self.tower is None else self.tower.flops / peak
+        now = self.tower.flops / peak
         ends = [now := now + work.seconds(peak, rate) for work in self.works]
         return LoadTimes([ends[step] for step in self.first], [ends[step] for step in self.last])
 
-    def combined_seconds(self, peak: float, rate: float) -> float:
-        """Return the roofline in seconds of all work together, as `combined_work` counts it."""
-        tower = [] if self.tower is None else [self.tower]
-        return combined_work([*self.works, *tower]).seconds(peak, rate)
-
 
 class InProcess:
-    """Engine loop and vision encoder in this process. Use as a context manager."""
+    """Engine loop and vision encoder in this process."""
 
     def __init__(
         self, checkpoint: Checkpoint, dtype: str, engine_options: Mapping[str, Any]
@@ -289,12 +271,10 @@ class InProcess:
         threads, device = cores.split_threads(options).engine, parts.engine_device(options)
         self._encoder = VisionEncoder(checkpoint.folder, threads, storage, device)
         self._loop = EngineLoop.from_options(options)
+        self._params = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
         self._runs = 0
 
-    def __enter__(self) -> InProcess:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
         self._loop.shutdown(DRAIN_SECONDS)
 
     def run(self, requests: Sequence[LoadRequest]) -> tuple[LoadTimes, StepTrace]:
@@ -304,37 +284,49 @@ class InProcess:
         """
         self._runs += 1
         ids = [f"in-process-{self._runs}-{i}" for i in range(len(requests))]
-        params = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
         first: dict[str, float] = {}
         end: dict[str, float] = {}
-        errors: list[Exception] = []
+        errors: list[Exception | None] = []
         finished = threading.Semaphore(0)
 
         def sink(request_id: str, output: Output) -> None:
             now = time.perf_counter()
             first.setdefault(request_id, now)
             if output.finished:
-                errors.extend([] if output.error is None else [output.error])
+                errors.append(output.error)
                 end[request_id] = now
                 finished.release()
 
-        recorder = _Recorder(self._checkpoint, self._itemsize)
-        with patch.object(Runner, "forward", recorder.wrap(Runner.forward)):
+        works: list[Work] = []
+        first_step: dict[str, int] = {}
+        last_step: dict[str, int] = {}
+        forward = Runner.forward
+
+        def recorded(runner: Runner, chunks: Any, *arguments: Any) -> StepResult:
+            """Record the work of the step, and each request's first and last step."""
+            for chunk in chunks:
+                if chunk.completes:
+                    first_step.setdefault(chunk.sequence_id, len(works))
+                    last_step[chunk.sequence_id] = len(works)
+            parts = [_work_of(chunk) for chunk in chunks]
+            works.append(step_work(parts, self._checkpoint.sizes, self._itemsize))
+            return forward(runner, chunks, *arguments)
+
+        with patch.object(Runner, "forward", recorded):
             started = time.perf_counter()
             for request_id, request in zip(ids, requests, strict=True):
-                images = self._features(request)
+                images, adapter = self._features(request), request.adapter
                 text = request.prompt if images is None else f"<image>{request.prompt}"
-                asked = Request(request_id, text, params, adapter=request.adapter, images=images)
+                asked = Request(request_id, text, self._params, adapter=adapter, images=images)
                 self._loop.submit(asked, partial(sink, request_id))
             for _ in ids:
                 finished.acquire()
-        if errors:
-            raise errors[0]
+        if error := next(filter(None, errors), None):
+            raise error
         pictures = sum(request.image is not None for request in requests)
-        tower = tower_work(pictures, self._checkpoint.sizes) if pictures else None
-        firsts, lasts = ([steps[i] for i in ids] for steps in (recorder.first, recorder.last))
+        firsts, lasts = ([steps[i] for i in ids] for steps in (first_step, last_step))
         times = LoadTimes([first[i] - started for i in ids], [end[i] - started for i in ids])
-        return times, StepTrace(recorder.works, firsts, lasts, tower)
+        return times, StepTrace(works, firsts, lasts, tower_work(pictures, self._checkpoint.sizes))
 
     def _features(self, request: LoadRequest) -> ImageFeatures | None:
         if request.image is None:
@@ -346,104 +338,10 @@ class InProcess:
         return ImageFeatures(features, layout)
 
 
-class _Recorder:
-    """Recorder of every step's work, and of each request's first and last step."""
-
-    def __init__(self, checkpoint: Checkpoint, itemsize: int) -> None:
-        self._sizes, self._itemsize = checkpoint.sizes, itemsize
-        self.works: list[Work] = []
-        self.first: dict[str, int] = {}
-        self.last: dict[str, int] = {}
-
-    def wrap(self, forward: Callable[..., StepResult]) -> Callable[..., StepResult]:
-        """Return a function that calls `forward` and records the work of the step."""
-
-        def recorded(runner: Runner, chunks: Any, *arguments: Any) -> StepResult:
-            for chunk in chunks:
-                if chunk.completes:
-                    self.first.setdefault(chunk.sequence_id, len(self.works))
-                    self.last[chunk.sequence_id] = len(self.works)
-            # The adapters' names are sorted, so slots and adapter indices have the same order.
-            works = [
-                ChunkWork(c.length, c.start, c.slot if c.slot >= 0 else None, c.completes)
-                for c in chunks
-            ]
-            self.works.append(step_work(works, self._sizes, self._itemsize))
-            return forward(runner, chunks, *arguments)
-
-        return recorded
-
-
-class OverGrpc:
-    """A server of the checkpoint, and one client per stream. Use as a context manager."""
-
-    def __init__(
-        self, checkpoint: Checkpoint, dtype: str, engine_options: Mapping[str, Any], streams: int
-    ) -> None:
-        model_json = {"dtype": ENGINE_NAMES[dtype], **engine_options}
-        self._options = ServerOptions(
-            model=checkpoint.folder, adapters=checkpoint.adapters, model_json=model_json
-        )
-        self._streams = streams
-        self._stack = ExitStack()
-        self._clients: list[Any] = []
-        self._responses: queue.Queue[tuple[int, float, Any, Any]] = queue.Queue()
-
-    def __enter__(self) -> OverGrpc:
-        import tritonclient.grpc as grpcclient
-
-        with ExitStack() as stack:
-            server = stack.enter_context(TritonServer(self._options))
-            for number in range(self._streams):
-                client = grpcclient.InferenceServerClient(server.grpc_url)
-                stack.callback(client.close)
-                client.start_stream(callback=partial(self._on_response, number))
-                stack.callback(client.stop_stream)
-                self._clients.append(client)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def run(self, requests: Sequence[LoadRequest]) -> LoadTimes:
-        """Send all requests at once, one per stream, and return their times.
-
-        If a request fails, its error is raised.
-        """
-        all_inputs = [_inputs(request) for request in requests]
-        first: dict[int, float] = {}
-        end: dict[int, float] = {}
-        started = time.perf_counter()
-        # There may be fewer requests than streams.
-        for client, inputs in zip(self._clients, all_inputs, strict=False):
-            client.async_stream_infer(ENSEMBLE, inputs, enable_empty_final_response=True)
-        while len(end) < len(requests):
-            number, now, result, error = self._responses.get(timeout=RESPONSE_TIMEOUT_SECONDS)
-            if error is not None:
-                raise error
-            first.setdefault(number, now)
-            if result.get_response().parameters["triton_final_response"].bool_param:
-                end[number] = now
-        order = range(len(requests))
-        return LoadTimes([first[i] - started for i in order], [end[i] - started for i in order])
-
-    def _on_response(self, number: int, result: Any, error: Any) -> None:
-        self._responses.put((number, time.perf_counter(), result, error))
-
-
-def _inputs(request: LoadRequest) -> list[Any]:
-    import tritonclient.grpc as grpcclient
-
-    keys = json.dumps(sampling(request.adapter)).encode()
-    values = {"text_input": request.prompt.encode(), "sampling_parameters": keys, "task": b"raw"}
-    if (file := request.file()) is not None:
-        values["image"] = file
-    tensors = []
-    for name, value in values.items():
-        tensors.append(grpcclient.InferInput(name, [1], "BYTES"))
-        tensors[-1].set_data_from_numpy(np.array([value], dtype=np.object_))
-    return tensors
+def _work_of(chunk: Chunk) -> ChunkWork:
+    # The adapters' names are sorted, so slots and adapter indices have the same order.
+    adapter = chunk.slot if chunk.slot >= 0 else None
+    return ChunkWork(chunk.length, chunk.start, adapter, chunk.completes)
 
 
 def _peer_type() -> torch.dtype:

@@ -1,4 +1,4 @@
-"""The frame of all benchmarks: their list, options, progress, tables, bars and JSON.
+"""The frame of all benchmarks: their list, options, tables, bars, figures and JSON.
 
 A benchmark is a dataclass derived from `Benchmark`. Its fields are its options. It has cells, which
 are measured one after another and yield rows. The tables and the summary are made from the rows.
@@ -15,91 +15,55 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NoReturn, get_type_hints
+from statistics import geometric_mean, median
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NoReturn, get_type_hints
 
 import typer
 from rich.console import Console, RenderableType
-from rich.progress import Progress
 from rich.table import Table
 
 from vlora import paths
 from vlora.atomic_file import replace_text
 from vlora.cli.common import Command
 
-REGISTRY: Mapping[str, tuple[str, str]] = {
-    "kernels": (
-        "kernels:Kernels",
-        "The LoRA operator against PEFT's loop, slices, dLoRA's einsum, padding and static tiles.",
-    ),
-    "attention": (
-        "attention:Attention",
-        "Attention over KV pages against its reference implementation and the roofline.",
-    ),
-    "step": (
-        "step:Step",
-        "One decode or prefill step of a mid-size model against the roofline, part by part.",
-    ),
-    "quantized": (
-        "quantized:Quantized",
-        "Products with int8 and int4 weights against the roofline of their own bytes.",
-    ),
-    "llama-cpp": (
-        "llama_cpp:LlamaCpp",
-        "Decode steps of a quantized model in our engine and in llama.cpp, in one run.",
-    ),
-    "engine": (
-        "engine:EngineLoads",
-        "Sixteen concurrent requests (four with --quick) in process, over gRPC and on PEFT.",
-    ),
-    "switch": (
-        "switch:Switch",
-        "Merging all layers, mode switches, LoRA in mixture mode, drift of merging in place.",
-    ),
-    "policies": (
-        "policies:Policies",
-        "Scheduling policies on seeded traces, measured in real time and simulated.",
-    ),
-    "adapters": (
-        "adapters:Adapters",
-        "Many adapters: registered, resident, distinct, more than fit, and a split pool.",
-    ),
-    "premerge": (
-        "premerge:Premerge",
-        "Steps before and after premerging, by the hot adapter's share of the requests.",
-    ),
-    "prefix": ("prefix:Prefix", "Rounds of questions about one image, with and without the cache."),
-    "activated": (
-        "activated:Activated",
-        "Questions about one image by activated adapters, against ordinary ones.",
-    ),
-    "gateway": (
-        "gateway:Gateway",
-        "The gateway against gRPC directly, idle connections, and streams that are cut.",
-    ),
-    "structured": (
-        "structured:Structured",
-        "Requests whose answers follow a schema or an expression, against free ones.",
-    ),
+if TYPE_CHECKING:
+    from benchmarks.llava import Checkpoint
+    from benchmarks.machine import Roofline
+
+REGISTRY: Mapping[str, str] = {
+    "kernels": "The LoRA operator against PEFT's loop, slices, dLoRA's einsum and padding.",
+    "attention": "Attention over KV pages against its reference implementation and the roofline.",
+    "step": "One decode or prefill step of a mid-size model against the roofline, part by part.",
+    "quantized": "Products with int8 and int4 weights against the roofline of their own bytes.",
+    "llama-cpp": "Decode steps of a quantized model in our engine and in llama.cpp, in one run.",
+    "engine": "Sixteen concurrent requests (four with --quick) in process, over gRPC and on PEFT.",
+    "switch": "Merging all layers, mode switches, LoRA in mixture mode, drift of merging in place.",
+    "policies": "Scheduling policies on seeded traces, measured in real time and simulated.",
+    "adapters": "Many adapters: registered, resident, distinct, more than fit, and a split pool.",
+    "premerge": "Steps before and after premerging, by the hot adapter's share of the requests.",
+    "prefix": "Rounds of questions about one image, with and without the cache.",
+    "activated": "Questions about one image by activated adapters, against ordinary ones.",
+    "gateway": "The gateway against gRPC directly, idle connections, and streams that are cut.",
+    "structured": "Requests whose answers follow a schema or an expression, against free ones.",
 }
-"""Module and class, and the line of the list, by name. Listing imports no benchmark."""
+"""Lines of the list by name, which is also that of the module. Listing imports no benchmark."""
 
 GRIDS = Path(__file__).parent / "grids"
 DEMO = paths.root() / "tools" / "demo"
 """Folder of the demo checkpoint and of its adapters."""
-SAVE_INTERVAL_SECONDS = 5.0
-"""Minimum time between two saves of the rows so far."""
 WIDE_COLUMNS = 150
 """Width of the tables if the output is not a terminal."""
+NO_SETTINGS = {"quick", "grid", "out", "root", "plot", "isa", "model"}
+"""Options that are not part of the metadata under their own names."""
 
 Row = dict[str, Any]
 """One measured row, as it is written to JSON."""
-Columns = Mapping[str, "str | Callable[[Row], Any]"]
-"""Columns of a table by header: a key of the rows, or a function of a row."""
 
 # Options that several benchmarks have.
 ThreadCounts = Annotated[
@@ -110,9 +74,6 @@ ThreadCounts = Annotated[
         help="Comma-separated thread counts; the grid runs once with each.",
     ),
 ]
-Threads = Annotated[
-    int | None, typer.Option("--threads", help="Number of threads; default: as in a server.")
-]
 Types = Annotated[
     str, typer.Option(metavar="TYPES", help="Comma-separated storage types, such as fp32,bf16.")
 ]
@@ -120,43 +81,9 @@ Device = Annotated[
     str,
     typer.Option(metavar="DEVICE", help="cpu, cuda or cuda:N; parts that need a CPU are left out."),
 ]
-Root = Annotated[
-    Path | None,
-    typer.Option(metavar="FOLDER", help="Folder of generated checkpoints; default: user cache."),
-]
 PlotFolder = Annotated[
     Path | None, typer.Option(metavar="FOLDER", help="Draw figures into this folder (matplotlib).")
 ]
-_NO_SETTINGS = {"quick", "grid", "out", "root", "plot", "isa"}
-"""Options that are not part of the metadata under their own names."""
-
-
-@dataclass(frozen=True)
-class Bar:
-    """Limit of a summary figure: a minimum, a maximum, or an exclusive upper bound."""
-
-    sign: str
-    limit: float
-
-    def __str__(self) -> str:
-        return f"{self.sign} {self.limit:g}"
-
-    def is_met(self, value: float) -> bool:
-        if self.sign == "≥":
-            return value >= self.limit
-        return value < self.limit if self.sign == "<" else value <= self.limit
-
-
-def at_least(limit: float) -> Bar:
-    return Bar("≥", limit)
-
-
-def at_most(limit: float) -> Bar:
-    return Bar("≤", limit)
-
-
-def below(limit: float) -> Bar:
-    return Bar("<", limit)
 
 
 @dataclass(kw_only=True)
@@ -164,10 +91,12 @@ class Benchmark(ABC):
     """One run of a benchmark. Fields that `__init__` takes are options of the command line."""
 
     name: ClassVar[str]
-    bars: ClassVar[Mapping[str, Bar]] = {}
-    """Limits by key of the summary."""
+    bars: ClassVar[Mapping[str, str]] = {}
+    """Limits by key of the summary, such as "≥ 0.7"; valid signs are ≥, ≤ and <."""
     title: ClassVar[str] = "summary"
     """Title of the summary's table."""
+    shown: ClassVar[Mapping[str, str]] = {}
+    """Keys of the rows to show, by title of their table. A row must have the last key."""
     conditions: ClassVar[Sequence[str]] = ()
     """Keys of the metadata that must be equal for a run to continue the one in its JSON file. Empty
     if each run replaces the file."""
@@ -182,18 +111,22 @@ class Benchmark(ABC):
         Path | None,
         typer.Option("--json", metavar="FILE", help="Write meta, rows and summary to this file."),
     ] = None
+    root: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Folder of generated models; default: user cache."),
+    ] = None
     rows: list[Row] = field(init=False, default_factory=list)
     """All rows so far. The frame appends those that `measure` yields."""
     rooflines: dict[int, Any] = field(init=False, default_factory=dict)
+    stack: ExitStack = field(init=False, default_factory=ExitStack)
+    """Contexts that cells share. They end with the run, even after errors."""
+    started: float = field(init=False, default_factory=time.monotonic)
 
     def prepare(self) -> None:
         """Read the grid into `values` and check the options. Subclasses add what cells share."""
         self.grid = self.grid or GRIDS / f"{self.name.replace('-', '_')}.json"
         self.values: dict[str, Any] = json.loads(self.grid.read_text())
         self.values |= self.values.get("quick", {}) if self.quick else {}
-
-    def status(self, text: str) -> None:  # noqa: B027
-        """Show what is being measured. The frame replaces this method."""
 
     @abstractmethod
     def cells(self) -> Sequence[Any]:
@@ -207,32 +140,48 @@ class Benchmark(ABC):
     def summarize(self) -> dict[str, Any]:
         """Return the summary of the rows so far, with None or NaN for parts that were not run."""
 
-    @abstractmethod
     def tables(self) -> Iterable[RenderableType]:
-        """Return the tables to print, except that of the summary."""
+        """Return the tables to print, except that of the summary: those of `shown`."""
+        for title, keys in self.shown.items():
+            last = keys.split()[-1]
+            rows = [row for row in self.rows if value_of(row, last) is not None]
+            yield table(title, rows, keys)
 
     def draw(self) -> Iterable[Path]:
         """Draw the requested figures and return their files."""
         return []
 
-    def close(self) -> None:  # noqa: B027
-        """Release what cells share. The frame calls this once, even after errors."""
+    def close(self) -> None:
+        self.stack.close()
 
     def settings(self) -> dict[str, Any]:
         """Return the options, which are part of the metadata."""
-        return {
-            f.name: getattr(self, f.name)
-            for f in fields(self)
-            if f.init and f.name not in _NO_SETTINGS
-        }
+        own = (f.name for f in fields(self) if f.init and f.name not in NO_SETTINGS)
+        return {name: getattr(self, name) for name in own}
 
-    def roofline(self, threads: int) -> Any:
+    def status(self, text: str) -> None:
+        """Print what is being measured."""
+        print(f"{time.monotonic() - self.started:5.0f} s  {text}", flush=True)
+
+    def generated(self, model: str = "whole") -> Checkpoint:
+        """Return the generated checkpoint of one of `llava.MODELS`."""
+        from benchmarks import llava
+
+        return llava.make(llava.MODELS[model], self.root)
+
+    def roofline(self, threads: int) -> Roofline:
         """Return the roofline for a number of threads, which becomes part of the metadata."""
         from benchmarks.machine import roofline
 
         if threads not in self.rooflines:
             self.rooflines[threads] = roofline(threads, getattr(self, "device", "cpu"))
-        return self.rooflines[threads]
+        found: Roofline = self.rooflines[threads]
+        return found
+
+    def median(self, key: str, **where: Any) -> float:
+        """Return the median of a figure of the matching rows; NaN if there is none."""
+        known = [row[key] for row in matching(self.rows, **where) if key in row]
+        return median(known) if known else math.nan
 
 
 @dataclass(kw_only=True)
@@ -252,7 +201,7 @@ class ThreadedBenchmark(Benchmark):
 
 
 @dataclass(kw_only=True)
-class DemoBenchmark(Benchmark):
+class DemoBenchmark(ThreadedBenchmark):
     """Benchmark of the demo checkpoint, or of another one."""
 
     model: Annotated[
@@ -261,14 +210,16 @@ class DemoBenchmark(Benchmark):
     ] = DEMO / "checkpoint"
     threads: Annotated[int, typer.Option(help="Threads of the engine.")] = 1
 
-    def prepare(self) -> None:
-        from benchmarks.machine import set_threads
 
-        super().prepare()
-        set_threads(self.threads)
+def matching(rows: Iterable[Row], /, **where: Any) -> list[Row]:
+    """Return the rows that have all these values."""
+    return [row for row in rows if where.items() <= row.items()]
 
-    def settings(self) -> dict[str, Any]:
-        return {"threads": self.threads}
+
+def mean_of(values: Iterable[float | None]) -> float | None:
+    """Return the geometric mean of the values that are not None, or None if there is none."""
+    known = [value for value in values if value is not None]
+    return geometric_mean(known) if known else None
 
 
 def parse_types(text: str, valid: Iterable[str] = ("fp32", "bf16")) -> list[str]:
@@ -281,46 +232,88 @@ def parse_types(text: str, valid: Iterable[str] = ("fp32", "bf16")) -> list[str]
 
 def parse_thread_counts(text: str) -> list[int]:
     """Return the thread counts of a comma-separated list. Raises typer.BadParameter."""
-    try:
-        counts = [int(part) for part in text.split(",")]
-    except ValueError:
-        counts = []
-    if not counts or min(counts) < 1:
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) for part in parts):
         raise typer.BadParameter(f"--threads {text!r} is not a list of positive numbers like 1,2")
-    return counts
+    return [int(part) for part in parts]
 
 
-def table(title: str, rows: Iterable[Row], columns: Columns, labels: int = 1) -> Table:
-    """Return a table of rows. Columns after the first `labels` are right-aligned."""
+def table(title: str, rows: Iterable[Row], keys: str) -> Table:
+    """Return a table of rows with these keys of theirs, separated by spaces.
+
+    A key of a nested figure has a dot, such as `ms.atmm`.
+    """
+    lines = [[value_of(row, key) for key in keys.split()] for row in rows]
     made = Table(title=title)
-    for number, header in enumerate(columns):
-        made.add_column(header, justify="left" if number < labels else "right")
-    for row in rows:
-        values = (row.get(c) if isinstance(c, str) else c(row) for c in columns.values())
-        made.add_row(*map(show, values))
+    for number, key in enumerate(keys.split()):
+        texts = any(isinstance(line[number], str) for line in lines)
+        made.add_column(key.replace("_", " "), justify="left" if texts else "right")
+    for line in lines:
+        made.add_row(*map(show, line))
     return made
+
+
+def value_of(row: Row, key: str) -> Any:
+    """Return a figure of a row, which a key like `ms.atmm` names, or None if it has none."""
+    value: Any = row
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
 def show(value: Any) -> str:
     """Return a figure as a table shows it: four digits, and a dash if it was not measured."""
-    if isinstance(value, float):
-        return "–" if math.isnan(value) else f"{value:.4g}"
-    return "–" if value is None else str(value)
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "–"
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def percent(value: float | None, digits: int = 0) -> str:
-    """Return a fraction in percent, and a dash if it was not measured."""
-    return "–" if value is None else f"{value:.{digits}%}"
+def medians_by(rows: Sequence[Row], *keys: str) -> list[Row]:
+    """Return a row for each combination of these keys, with the medians of all other figures."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row.get(key) for key in keys), []).append(row)
+    return [
+        {name: median(row[name] for row in group) for name in group[0] if name not in keys}
+        | dict(zip(keys, values, strict=True))
+        for values, group in groups.items()
+    ]
 
 
-def summary_table(summary: Mapping[str, Any], bars: Mapping[str, Bar], title: str) -> Table:
-    """Return a table of the summary's figures, each with its bar and whether it is met."""
-    made = Table("key", "value", "bar", "met", title=title)
-    for key, value in summary.items():
-        bar = bars.get(key)
-        met = "" if bar is None or value is None else "yes" if bar.is_met(value) else "[red]no[/]"
-        made.add_row(key, "–" if value is None else str(value), str(bar or ""), met)
-    return made
+def is_met(bar: str, value: float) -> bool:
+    """Return whether a figure reaches its bar, such as "≥ 0.7"."""
+    sign, limit = bar.split()
+    if sign == "≥":
+        return value >= float(limit)
+    return value < float(limit) if sign == "<" else value <= float(limit)
+
+
+def rounded(value: Any) -> Any:
+    """Return a value in which all floats have five digits, and NaN is None."""
+    if isinstance(value, Mapping):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(item) for item in value]
+    if not isinstance(value, float):
+        return value
+    return None if math.isnan(value) else float(f"{value:.5g}")
+
+
+@contextmanager
+def figure(path: Path, x: str, y: str, size: tuple[float, float] = (7, 3.5)) -> Iterator[Any]:
+    """Yield the axes of a figure with these labels, and write it to a file with its legend."""
+    from matplotlib.figure import Figure
+
+    made = Figure(figsize=size, layout="constrained")
+    axes = made.subplots()
+    yield axes
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.legend(fontsize=7)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    made.savefig(path, dpi=120)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -345,13 +338,14 @@ def list_of_benchmarks() -> str:
         "usage: python -m benchmarks NAME [--quick] [--json FILE] [OPTION ...]\n"
         "       python -m benchmarks NAME --help\n\nbenchmarks:"
     )
-    return "\n".join([usage, *(f"  {name:{width}}  {REGISTRY[name][1]}" for name in REGISTRY)])
+    return "\n".join([usage, *(f"  {name:{width}}  {text}" for name, text in REGISTRY.items())])
 
 
 def load(name: str) -> type[Benchmark]:
     """Import and return the class of a benchmark."""
-    module, _, class_name = REGISTRY[name][0].partition(":")
-    loaded: type[Benchmark] = getattr(import_module(f"benchmarks.{module}"), class_name)
+    module = import_module(f"benchmarks.{name.replace('-', '_')}")
+    (found,) = (one for one in vars(module).values() if getattr(one, "name", None) == name)
+    loaded: type[Benchmark] = found
     return loaded
 
 
@@ -376,7 +370,7 @@ def command_line(name: str) -> typer.Typer:
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in parameters}
     app = typer.Typer(add_completion=False)
-    app.command(name, help=REGISTRY[name][1], cls=Command)(command)
+    app.command(name, help=REGISTRY[name], cls=Command)(command)
     return app
 
 
@@ -384,7 +378,7 @@ def run(benchmark: Benchmark) -> None:
     """Measure all cells, print the tables and write the JSON file.
 
     Ctrl-C ends the measurement; the rows so far are reported and written. They are also written
-    every SAVE_INTERVAL_SECONDS, without a summary, so that a run that is killed keeps them.
+    after each cell, without a summary, so that a run that is killed keeps them.
     """
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -393,53 +387,30 @@ def run(benchmark: Benchmark) -> None:
         benchmark.prepare()
         machine = machine_meta(benchmark)
         _continue_file(benchmark, machine)
-        interrupted = _measure_cells(benchmark, machine, console)
+        for cell in benchmark.cells():
+            for row in benchmark.measure(cell):
+                benchmark.rows.append(row)
+            _save(benchmark, machine, {})
+    except KeyboardInterrupt:
+        console.print(f"interrupted after {len(benchmark.rows)} rows, which are reported")
     finally:
         benchmark.close()
-    if interrupted:
-        console.print(f"interrupted after {len(benchmark.rows)} rows, which are reported")
     if not benchmark.rows:
         console.print("nothing was measured")
         return
     for part in benchmark.tables():
         console.print(part)
-    summary = {
-        key: None if isinstance(value, float) and math.isnan(value) else value
-        for key, value in benchmark.summarize().items()
-    }
-    console.print(summary_table(summary, benchmark.bars, benchmark.title))
-    written = [] if benchmark.out is None else [benchmark.out]
+    summary = rounded(benchmark.summarize())
+    made = Table("key", "value", "bar", "met", title=benchmark.title)
+    for key, value in summary.items():
+        bar = benchmark.bars.get(key, "")
+        met = "" if not bar or value is None else "yes" if is_met(bar, value) else "[red]no[/]"
+        made.add_row(key, "–" if value is None else str(value), bar, met)
+    console.print(made)
     _save(benchmark, machine, summary)
+    written = [] if benchmark.out is None else [benchmark.out]
     for path in (*written, *benchmark.draw()):
         console.print(f"written: {path}", soft_wrap=True)
-
-
-def _measure_cells(benchmark: Benchmark, machine: Row, console: Console) -> bool:
-    """Measure all cells with a progress bar. Return whether Ctrl-C ended the measurement."""
-    started = time.monotonic()
-    last_save = started - SAVE_INTERVAL_SECONDS
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("preparing", total=None)
-
-        def show_status(text: str) -> None:
-            progress.update(task, description=text)
-            if not console.is_terminal:
-                console.print(f"{time.monotonic() - started:5.0f} s  {text}")
-
-        benchmark.status = show_status  # type: ignore[method-assign]
-        try:
-            cells = benchmark.cells()
-            progress.update(task, total=len(cells))
-            for cell in cells:
-                for row in benchmark.measure(cell):
-                    benchmark.rows.append(row)
-                    if time.monotonic() - last_save >= SAVE_INTERVAL_SECONDS:
-                        _save(benchmark, machine, {})
-                        last_save = time.monotonic()
-                progress.advance(task)
-        except KeyboardInterrupt:
-            return True
-    return False
 
 
 def _continue_file(benchmark: Benchmark, machine: Row) -> None:
@@ -469,7 +440,7 @@ def _save(benchmark: Benchmark, machine: Row, summary: Mapping[str, Any]) -> Non
     if benchmark.rooflines:
         limits = {f"{n} threads": roof.as_meta() for n, roof in benchmark.rooflines.items()}
         meta |= {"limits": limits}
-    lines = ",\n".join(f"  {json.dumps(row)}" for row in benchmark.rows)
+    lines = ",\n".join(f"  {json.dumps(rounded(row))}" for row in benchmark.rows)
     head = json.dumps(meta, indent=1, default=str).replace("\n", "\n ")
     tail = json.dumps(summary, indent=1).replace("\n", "\n ")
     benchmark.out.parent.mkdir(parents=True, exist_ok=True)
@@ -481,41 +452,21 @@ def machine_meta(benchmark: Benchmark) -> Row:
     """Return the conditions that figures depend on: commit, machine, versions, load, kernels."""
     import torch
 
-    from benchmarks.machine import operator_meta
+    from benchmarks.machine import cpu_meta, operator_meta
 
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
     assert benchmark.grid is not None
+    command = ["git", "-C", str(GRIDS), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     return {
         "command": f"bench {benchmark.name}",
         "quick": benchmark.quick,
         "grid": benchmark.grid.name,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "commit": commit or None,
-        "cpu": _cpu(),
+        "cpu": cpu_meta(),
         "cores": os.cpu_count(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "load_before": round(os.getloadavg()[0], 2),
         **operator_meta(),
     }
-
-
-def _cpu() -> dict[str, str]:
-    """Return vendor, family, model and name of the CPU. A virtual machine may hide the name."""
-    keys = {"vendor_id", "cpu family", "model", "model name", "cache size"}
-    values: dict[str, str] = {}
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return values
-    for line in lines:
-        key, _, value = line.partition(":")
-        if key.strip() in keys:
-            values.setdefault(key.strip(), value.strip())
-    return values

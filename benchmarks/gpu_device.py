@@ -4,23 +4,74 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.gpu_timing import GpuLimits, measure_limits
+from vlora.atmm.search.gpu_timing import GpuWork, interleaved
 
 SIDE, COPY_BYTES = 8192, 2 << 30
 """Side of the products and size of the copy with which the device's rates are measured."""
 
 
+@dataclass(frozen=True)
+class GpuLimits:
+    """Rates that this device reaches at present.
+
+    copy: bytes/s of a large copy, where both reads and writes count.
+    bf16: flop/s of a large matrix product in bf16.
+    fp32: flop/s of a large matrix product in fp32, without TF32.
+    """
+
+    copy: float
+    bf16: float
+    fp32: float
+
+    def seconds(self, moved_bytes: float, flops: float, dtype: str) -> float:
+        """Return the roofline of this work in seconds; no implementation is much faster."""
+        return max(moved_bytes / self.copy, flops / (self.fp32 if dtype == "fp32" else self.bf16))
+
+
+def measure_limits(device: torch.device) -> GpuLimits:
+    """Return the rates of this device, measured on random data, since products of zeros run
+    faster.
+    """
+    size = min(COPY_BYTES, torch.cuda.get_device_properties(device).total_memory // 8 // 4 * 4)
+    source = torch.empty(size // 4, device=device).normal_()
+    target = torch.empty_like(source)
+    work = {"copy": GpuWork([lambda: discard(target.copy_(source))], graph=True)}
+    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        a, b = (torch.randn(SIDE, SIDE, device=device).to(dtype) for _ in range(2))
+        out = torch.empty_like(a)
+        work[name] = GpuWork(
+            [lambda a=a, b=b, out=out: discard(torch.mm(a, b, out=out))],  # type: ignore[misc]
+            graph=True,
+        )
+    timed = interleaved(work, rounds=5)
+    product = 2 * SIDE**3
+    return GpuLimits(
+        2 * size / timed["copy"].median,
+        product / timed["bf16"].median,
+        product / timed["fp32"].median,
+    )
+
+
 def device_limits() -> GpuLimits:
     """Return the rates that the current GPU reaches at present."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    memory = torch.cuda.get_device_properties(device).total_memory
-    size = min(COPY_BYTES, memory // 8 // 4 * 4)
-    return measure_limits(device, side=SIDE, copy_bytes=size)
+    return measure_limits(torch.device("cuda", torch.cuda.current_device()))
+
+
+def discard(_: object) -> None:
+    """Ignore the argument. A lambda can call a function inside `discard` to drop its result."""
+
+
+def parser_of(module: str, description: str | None) -> argparse.ArgumentParser:
+    """Return the parser of one benchmark on a GPU, which has the option --json."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{module}", description=description)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file of the results")
+    return parser
 
 
 def write_json(path: Path | None, value: dict[str, Any]) -> None:
@@ -32,9 +83,7 @@ def write_json(path: Path | None, value: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_device", description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="file of the results")
-    given = parser.parse_args()
+    given = parser_of("gpu_device", __doc__).parse_args()
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     summary: dict[str, Any] = {
         "device": properties.name,

@@ -1,40 +1,32 @@
 """ATMM on a GPU against other LoRA operators, over the grid of the benchmark `kernels`.
 
-The baselines are those of the benchmark `kernels` (PEFT's loop, a loop over the rows of each
-adapter, dLoRA's einsum, batches padded to equal size), ATMM with one tile choice for all shapes
-("static") and, if they can be imported, the kernels of vLLM and SGLang. Each operator is timed as a
-captured graph (device time) and call by call (with host time). Before that, its result is compared
-with one in float64.
+The baselines are those of the benchmark `kernels`: PEFT's loop, a loop over the rows of each
+adapter, dLoRA's einsum, batches padded to equal size. Each operator is timed as a captured graph,
+PEFT's loop call by call. Before that, its result is compared with one in float64.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.gpu_device import device_limits, write_json
-from benchmarks.gpu_peers import PEERS
-from benchmarks.gpu_timing import GpuLimits
+from benchmarks.gpu_device import GpuLimits, device_limits, parser_of, write_json
 from benchmarks.lora_operators import BASELINES, KernelCell, LoraCall, LoraOperator, load_grid
 from benchmarks.machine import DTYPES
-from vlora.atmm.cuda.choice import KernelChoice, Shape, Table, built_in
+from vlora.atmm.cuda.choice import Table
 from vlora.atmm.cuda.operator import Operator, current, table_path
 from vlora.atmm.cuda.tables import DeviceGroup
-from vlora.atmm.search.gpu_timing import Call as Pass
-from vlora.atmm.search.gpu_timing import GpuTiming, GpuWork, interleaved
+from vlora.atmm.search.gpu_timing import GpuWork, interleaved
 from vlora.atmm.types import LoraPair
 
 GRID = Path(__file__).parent / "grids" / "kernels.json"
-ATMM, STATIC = "atmm", "static: "
 UNCAPTURED = ("peft_loop",)
 """Baselines that cannot be captured, because each call copies index lists to the device."""
 COLD_BYTES = 256 << 20
@@ -48,31 +40,13 @@ TOLERANCE = 3e-2
 """Tolerance relative to the largest true value. bf16 rounds intermediates to 8 bits."""
 
 
-class Drawn(KernelCell):
-    """A cell whose slots are drawn once, on the CPU.
-
-    `KernelCell.slots` draws the slots again at each access, on the default device.
-    """
-
-    @cached_property
-    def slots(self) -> tuple[int, ...]:
-        with torch.device("cpu"):
-            return KernelCell.slots.fget(self)  # type: ignore[attr-defined,no-any-return]
-
-
 class Atmm(LoraOperator):
-    """The operator under test, with the table's choices or one choice for every shape."""
+    """The operator under test."""
 
-    def __init__(
-        self, operator: Operator, choice: KernelChoice | None = None, name: str = ATMM
-    ) -> None:
-        self.name = name  # type: ignore[misc]
-        self._operator, self._choice = operator, choice
+    name = "atmm"
 
-    def why_not(self, cell: KernelCell) -> str | None:
-        if self._choice is not None and self._choice.shrink is not None and cell.width % 8:
-            return "not aligned to 16 bytes"
-        return None
+    def __init__(self, operator: Operator) -> None:
+        self._operator = operator
 
     def prepare(self, pairs: Sequence[LoraPair], cell: KernelCell) -> LoraCall:
         operator = self._operator
@@ -81,118 +55,52 @@ class Atmm(LoraOperator):
             group.append([pair])
         group.ready()
         segments = operator.segments(cell.segments)
-
-        def call(y: torch.Tensor, x: torch.Tensor) -> None:
-            operator.apply(y, x, segments, group, self._choice)
-
-        return call
+        return lambda y, x: operator.apply(y, x, segments, group)
 
 
-@dataclass
-class GpuKernelResult:
-    """Seconds per call of each operator on one cell, timed as a graph and call by call.
+def measure(cell: KernelCell, operator: Operator, limits: GpuLimits) -> dict[str, Any]:
+    """Measure all operators on one cell, interleaved, and return its row.
 
-    limit: roofline of a call in seconds.
-    left_out: reason for each operator that was left out.
-    choice: name of the kernels and tiles that ATMM chose.
-    layers: number of layers that the calls use in turn.
+    The calls of an operator use `layers` layers in turn. The row has the reason for each operator
+    that was left out.
     """
-
-    cell: KernelCell
-    limit: float
-    graph: dict[str, GpuTiming] = field(default_factory=dict)
-    eager: dict[str, GpuTiming] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
-    choice: str = ""
-    layers: int = 1
-
-    def as_row(self) -> dict[str, Any]:
-        def us(timed: Mapping[str, GpuTiming]) -> dict[str, float]:
-            return {name: round(one.median * 1e6, 2) for name, one in timed.items()}
-
-        return {
-            **self.cell.as_row(),
-            "name": self.cell.name,
-            "limit_us": round(self.limit * 1e6, 4),
-            "choice": self.choice,
-            "layers_mb": round(self.layers * self.cell.adapter_bytes / 1e6, 1),
-            "graph_us": us(self.graph),
-            "eager_us": us(self.eager),
-            "noise": {name: round(one.noise, 3) for name, one in self.graph.items()},
-            "left_out": self.left_out,
-        }
-
-
-def measure(
-    cell: KernelCell, operator: Operator, statics: Mapping[str, KernelChoice], limits: GpuLimits
-) -> GpuKernelResult:
-    """Measure all operators on one cell, interleaved."""
-    cell = Drawn(**vars(cell))
     device = operator.device
     generator = torch.Generator().manual_seed(cell.total_rows * cell.width)
     pairs = [LoraPair(a.to(device), b.to(device)) for a, b in cell.draw_pairs(generator)]
     x = cell.draw_rows(generator).to(device)
-    result = GpuKernelResult(cell, limits.seconds(cell.bytes, cell.flops, cell.dtype))
+    want = _expected(x, pairs, cell)
+    layers = 1
     if cell.cold:
         most = 2 if operator.library.emulated else MOST_LAYERS
-        result.layers = min(most, max(2, -(-COLD_BYTES // cell.adapter_bytes)))
-    candidates = [Atmm(operator), *BASELINES, *PEERS]
-    if not cell.cold:
-        candidates += [Atmm(operator, choice, STATIC + name) for name, choice in statics.items()]
-    passes = _checked_passes(candidates, pairs, x, result)
-    captured = {}
-    for name, calls in passes.items():
-        if name in UNCAPTURED:
+        layers = min(most, max(2, -(-COLD_BYTES // cell.adapter_bytes)))
+    left_out: dict[str, str] = {}
+    work: dict[str, GpuWork] = {}
+    for candidate in (Atmm(operator), *BASELINES):
+        if (reason := candidate.why_not(cell)) is None:
+            with torch.device(device):
+                calls = [candidate.prepare(pairs, cell) for _ in range(layers)]
+            if not (error := _error(calls[0], x, want)) < TOLERANCE:
+                reason = f"wrong: {error:.1e} of the largest value"
+        if reason is not None:
+            left_out[candidate.name] = reason
             continue
-        try:
-            captured[name] = GpuWork(calls, graph=True)
-        except RuntimeError as raised:
-            if name == ATMM:
-                raise
-            result.left_out[f"{name} as a graph"] = str(raised).splitlines()[0][:200]
-    result.graph = interleaved(captured, ROUNDS)
-    dynamic = {name: calls for name, calls in passes.items() if not name.startswith(STATIC)}
-    eager = {name: GpuWork(calls, graph=False) for name, calls in dynamic.items()}
-    result.eager = interleaved(eager, ROUNDS)
+        y = torch.randn_like(x)
+        passes = [partial(call, y, x) for call in calls]
+        work[candidate.name] = GpuWork(passes, graph=candidate.name not in UNCAPTURED)
+    timed = interleaved(work, ROUNDS)
     group = DeviceGroup(cell.width, [cell.width], DTYPES[cell.dtype], device)
     group.max_rank = max(-(-rank // 8) * 8 for rank in cell.ranks)
     chosen = operator.choose(torch.empty_like(x), x, operator.segments(cell.segments), group)
-    result.choice = chosen.name
     operator.check()
-    return result
-
-
-def _checked_passes(
-    candidates: Sequence[LoraOperator],
-    pairs: Sequence[LoraPair],
-    x: torch.Tensor,
-    result: GpuKernelResult,
-) -> dict[str, list[Pass]]:
-    """Return the calls of each operator whose result is right; write down why others are left out.
-
-    An operator has a call for each of `result.layers` layers.
-    """
-    cell, want = result.cell, _expected(x, pairs, result.cell)
-    passes: dict[str, list[Pass]] = {}
-    for candidate in candidates:
-        reason = candidate.why_not(cell)
-        if reason is None:
-            try:
-                with torch.device(x.device):
-                    calls = [candidate.prepare(pairs, cell) for _ in range(result.layers)]
-                error = _error(calls[0], x, want)
-                if not error < TOLERANCE:
-                    reason = f"wrong: {error:.1e} of the largest value"
-            except Exception as raised:  # An error in a foreign kernel must not stop the benchmark.
-                if candidate.name == ATMM:
-                    raise
-                reason = f"{type(raised).__name__}: {raised}".splitlines()[0][:200]
-        if reason is not None:
-            result.left_out[candidate.name] = reason
-            continue
-        y = torch.randn_like(x)
-        passes[candidate.name] = [partial(call, y, x) for call in calls]
-    return passes
+    return {
+        **cell.as_row(),
+        "limit_us": round(limits.seconds(cell.bytes, cell.flops, cell.dtype) * 1e6, 4),
+        "choice": chosen.name,
+        "layers_mb": round(layers * cell.adapter_bytes / 1e6, 1),
+        "us": {name: round(one.median * 1e6, 2) for name, one in timed.items()},
+        "noise": {name: round(one.noise, 3) for name, one in timed.items()},
+        "left_out": left_out,
+    }
 
 
 def _expected(x: torch.Tensor, pairs: Sequence[LoraPair], cell: KernelCell) -> torch.Tensor:
@@ -214,13 +122,9 @@ def _error(call: LoraCall, x: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def run(
-    cells: Sequence[KernelCell],
-    operator: Operator,
-    statics: Mapping[str, KernelChoice],
-    limits: GpuLimits,
-    seconds: float,
-) -> Iterator[GpuKernelResult]:
-    """Yield the results of the cells, for at most about `seconds` in total.
+    cells: Sequence[KernelCell], operator: Operator, limits: GpuLimits, seconds: float
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of the cells, for at most about `seconds` in total.
 
     The iterator ends before a cell for which the time left would probably not suffice.
     """
@@ -229,15 +133,14 @@ def run(
         started = time.monotonic()
         if started + 1.5 * longest > end:
             return
-        yield measure(cell, operator, statics, limits)
+        yield measure(cell, operator, limits)
         longest = max(longest, time.monotonic() - started)
 
 
 def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return geometric means of speed-ups for hot decode, cold decode and prefill.
 
-    Figures whose names end in `_eager` are timed call by call, the others as graphs. PEFT's loop is
-    timed call by call only. `limit` is the roofline divided by ATMM's time.
+    `limit` is the roofline divided by ATMM's time.
     """
     summary: dict[str, Any] = {"cells": len(rows)}
     for regime, chosen in (
@@ -245,46 +148,18 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         ("decode_cold", [r for r in rows if r["regime"] == "decode" and r["cold"]]),
         ("prefill", [r for r in rows if r["regime"] == "prefill"]),
     ):
-        if not chosen:
-            continue
-        summary[f"{regime}_limit"] = _mean([r["limit_us"] / r["graph_us"][ATMM] for r in chosen])
-        for kind, suffix in (("graph_us", ""), ("eager_us", "_eager")):
-            names = sorted({n for r in chosen for n in r[kind] if not n.startswith((ATMM, STATIC))})
-            for name in names:
-                ratios = [r[kind][name] / r[kind][ATMM] for r in chosen if name in r[kind]]
-                summary[f"{regime}_vs_{name}{suffix}"] = _mean(ratios)
-    hot = [r for r in rows if not r["cold"]]
-    by_row = [{name for name in r["graph_us"] if name.startswith(STATIC)} for r in hot]
-    shared = set.intersection(*by_row) if by_row else set()
-    means = {n: _mean([r["graph_us"][n] / r["graph_us"][ATMM] for r in hot]) for n in shared}
-    if means:
-        best = min(means, key=means.__getitem__)
-        summary["adaptive_vs_best_static"], summary["best_static"] = means[best], best
-    summary["left_out"] = {n: why for r in rows for n, why in r["left_out"].items()}
-    return summary
-
-
-def _mean(values: Sequence[float]) -> float:
-    return round(statistics.geometric_mean(values), 3)
-
-
-def static_choices(operator: Operator) -> dict[str, KernelChoice]:
-    """Return the choices that most shapes of prompts have, by name."""
-    shapes = [
-        Shape("bf16", rows, side, side, rank, 2)
-        for rows in (16, 64, 256)
-        for side in (1024, 4096)
-        for rank in (16, 64)
-    ]
-    count = operator.multiprocessors
-    picks = [built_in(shape, operator.library, count, tensor_cores=True) for shape in shapes]
-    most = sorted(set(picks), key=lambda choice: (-picks.count(choice), choice.name))[:6]
-    return {choice.name: choice for choice in most}
+        for name in sorted({name for row in chosen for name in row["us"]}):
+            times = [(r["us"][name], r["us"]["atmm"]) for r in chosen if name in r["us"]]
+            key = f"{regime}_vs_{name}"
+            if name == "atmm":
+                times = [(r["limit_us"], r["us"]["atmm"]) for r in chosen]
+                key = f"{regime}_limit"
+            summary[key] = round(statistics.geometric_mean(a / b for a, b in times), 3)
+    return summary | {"left_out": {n: why for r in rows for n, why in r["left_out"].items()}}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_kernels", description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="file of the results")
+    parser = parser_of("gpu_kernels", __doc__)
     parser.add_argument("--seconds", type=float, default=45.0, metavar="N", help="time limit")
     parser.add_argument("--tables", type=Path, metavar="FOLDER", help="tables of a tile search")
     given = parser.parse_args()
@@ -293,10 +168,9 @@ def main() -> None:
         operator.table = Table.load(path, operator.library)
     cells = [cell for quick in (True, False) for cell in load_grid(GRID, ["bf16"], quick=quick)]
     rows: list[dict[str, Any]] = []
-    statics, limits = static_choices(operator), device_limits()
-    for result in run(list(dict.fromkeys(cells)), operator, statics, limits, given.seconds):
-        rows.append(result.as_row())
-        print(json.dumps(rows[-1]), flush=True)
+    for row in run(list(dict.fromkeys(cells)), operator, device_limits(), given.seconds):
+        rows.append(row)
+        print(json.dumps(row), flush=True)
         write_json(given.json, {"rows": rows, "summary": summarize(rows)})
     print(f"{len(rows)} of {len(set(cells))} cells")
     if not rows:

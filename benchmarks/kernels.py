@@ -5,9 +5,9 @@ The weights of hot adapters stay in the caches. The weights of cold adapters com
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +15,9 @@ from typing import Annotated, Any, ClassVar
 
 import torch
 import typer
-from rich.console import RenderableType
 
 from benchmarks import frame
-from benchmarks.frame import Bar, Benchmark, Row, at_least, at_most
+from benchmarks.frame import Benchmark, Row, matching, mean_of
 from benchmarks.lora_operators import (
     BASELINES,
     Atmm,
@@ -32,13 +31,13 @@ from benchmarks.lora_operators import (
 )
 from benchmarks.machine import (
     COLD_BYTES,
-    Rates,
     Roofline,
     has_bf16_instructions,
+    medians,
+    noises,
     set_threads,
     timed_with_rates,
 )
-from benchmarks.timing import medians_in, noises, rounded_mean
 from vlora import native
 from vlora.atmm.search.timing import Timing
 
@@ -50,6 +49,8 @@ POSSIBLY_FASTEST = ("slice_loop", "padded")
 """Baselines that can be the fastest. The others take several times as long."""
 MULTIPLY_ROUNDS = 100_000
 """Iterations of the peak microbenchmark per sample: 0.2 ms on a core that does 250 GFLOP/s."""
+QUICK, FULL = (5, 0.01), (9, 0.03)
+"""Number of rounds, in which each operator is measured once, and seconds per operator."""
 NAMES = tuple(baseline.name for baseline in BASELINES)
 TORCH_ISAS = {
     "scalar": ("default", "SSE4_2", "SSE41"),
@@ -62,25 +63,6 @@ TORCH_ISAS = {
 TORCH_VARIABLES = ("ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
 
 
-@dataclass(frozen=True)
-class Effort:
-    """Settings that decide how long a measurement takes.
-
-    rounds: number of rounds. In a round, each operator of a cell is measured once.
-    budget: seconds per operator in a cell.
-    all_in_fp32: used for bf16 cells on a CPU without bf16 instructions. There, baselines are also
-        measured with fp32 weights: all baselines if True, only those in POSSIBLY_FASTEST if False.
-    """
-
-    rounds: int
-    budget: float
-    all_in_fp32: bool
-
-
-QUICK = Effort(5, 0.01, all_in_fp32=False)
-FULL = Effort(9, 0.03, all_in_fp32=True)
-
-
 @dataclass(kw_only=True)
 class Kernels(Benchmark):
     """Speed-up of ATMM over each baseline, and its share of the roofline.
@@ -90,18 +72,24 @@ class Kernels(Benchmark):
 
     name = "kernels"
     title = "geometric means over cells and thread counts"
-    bars: ClassVar[Mapping[str, Bar]] = {
-        "decode_vs_peft_loop": at_least(4),
-        "decode_vs_slice_loop": at_least(2.5),
-        "decode_vs_einsum": at_least(10),
-        "decode_vs_padded": at_least(4),
-        "prefill_vs_peft_loop": at_least(3),
-        "prefill_vs_slice_loop": at_least(2),
-        "prefill_vs_einsum": at_least(20),
-        "prefill_vs_padded": at_least(2),
-        **{f"roofline_decode_cold{suffix}": at_least(0.667) for suffix in ("", "_bf16")},
-        **{f"roofline_prefill{suffix}": at_least(0.741) for suffix in ("", "_bf16")},
-        **{f"cells_slower_beyond_noise{suffix}": at_most(0) for suffix in ("", "_bf16")},
+    bars: ClassVar = {
+        "decode_vs_peft_loop": "≥ 4",
+        "decode_vs_slice_loop": "≥ 2.5",
+        "decode_vs_einsum": "≥ 10",
+        "decode_vs_padded": "≥ 4",
+        "prefill_vs_peft_loop": "≥ 3",
+        "prefill_vs_slice_loop": "≥ 2",
+        "prefill_vs_einsum": "≥ 20",
+        "prefill_vs_padded": "≥ 2",
+        **{f"roofline_decode_cold{suffix}": "≥ 0.667" for suffix in ("", "_bf16")},
+        **{f"roofline_prefill{suffix}": "≥ 0.741" for suffix in ("", "_bf16")},
+        **{f"cells_slower_beyond_noise{suffix}": "≤ 0" for suffix in ("", "_bf16")},
+    }
+    shown: ClassVar = {
+        "speed-up of ATMM over each baseline; roofline: 1 is at the roofline": " ".join(
+            ("cell threads us.atmm roofline", *(f"speed_up.{name}" for name in NAMES))
+        )
+        + " vs_fastest_baseline fastest_baseline slower_than_noise noise"
     }
 
     threads: frame.ThreadCounts = "1,2"
@@ -124,7 +112,6 @@ class Kernels(Benchmark):
         assert self.grid is not None
         self._counts = frame.parse_thread_counts(self.threads)
         self._shapes = load_grid(self.grid, frame.parse_types(self.dtypes), quick=self.quick)
-        self._effort = QUICK if self.quick else FULL
 
     def cells(self) -> Sequence[tuple[KernelCell, int]]:
         return [(shape, count) for count in self._counts for shape in self._shapes]
@@ -133,29 +120,10 @@ class Kernels(Benchmark):
         shape, threads = cell
         set_threads(threads)
         self.status(shape.name)
-        yield measure_cell(shape, threads, self.roofline(threads), self._effort)
+        yield measure_cell(shape, threads, self.roofline(threads), quick=self.quick)
 
     def summarize(self) -> dict[str, Any]:
         return summarize(self.rows)
-
-    def tables(self) -> Iterable[RenderableType]:
-        columns: dict[str, Any] = {
-            "cell": "cell",
-            "threads": "threads",
-            "ATMM µs": lambda row: f"{row['us']['atmm']:.1f}",
-            "limit/time": lambda row: f"{row['roofline']:.2f}",
-        }
-        columns |= {
-            name.replace("_", " "): lambda row, name=name: speed_up(row, name) for name in NAMES
-        }
-        columns |= {"fastest": _fastest, "noise": lambda row: f"±{row['noise']:.0%}"}
-        yield frame.table(
-            "speed-up of ATMM over each baseline; limit/time: 1 is at the roofline",
-            self.rows,
-            columns,
-        )
-        for reason, count in left_out_counts(self.rows).items():
-            yield f"left out in {count} cells: {reason}"
 
     def draw(self) -> Iterable[Path]:
         if self.plot is None:
@@ -179,66 +147,58 @@ def use_isa(isa: str) -> None:
     native.kernels().runtime.request_isa(isa)
 
 
-class Rotation:
-    """Function whose calls run one operator on one layer after another.
-
-    A hot cell has one layer. A cold cell has so many layers that each should have left the caches
-    before it is used again.
-    """
-
-    def __init__(self, operator: LoraOperator, x: torch.Tensor) -> None:
-        self.layers: list[LoraCall] = []
-        self._x = x.to(operator.dtype or x.dtype, copy=True)
-        self._y = torch.zeros_like(self._x)
-        self._next = 0
-
-    def __call__(self) -> None:
-        self.layers[self._next](self._y, self._x)
-        self._next = (self._next + 1) % len(self.layers)
-
-
 @torch.inference_mode()
-def measure_cell(cell: KernelCell, threads: int, roofline: Roofline, effort: Effort) -> Row:
-    """Time ATMM and all operators that it is compared with on one cell, interleaved."""
-    operators = _operators(cell, effort)
+def measure_cell(cell: KernelCell, threads: int, roofline: Roofline, *, quick: bool) -> Row:
+    """Time ATMM and all operators that it is compared with on one cell, interleaved.
+
+    The calls of an operator use one layer after another. A hot cell has one layer. A cold cell has
+    so many layers that each should have left the caches before it is used again.
+    """
+    operators = _operators(cell, quick=quick)
     left_out = {o.name: why for o in operators if (why := o.why_not(cell)) is not None}
-    chosen = [operator for operator in operators if operator.name not in left_out]
     generator = torch.Generator().manual_seed(cell.total_rows * cell.width)
     x = cell.draw_rows(generator)
-    rotations = {operator.name: Rotation(operator, x) for operator in chosen}
     pairs = cell.draw_pairs(generator)  # All layers have the same values.
     layers = -(-COLD_TOTAL_BYTES // cell.adapter_bytes)
     layers = min(MAX_LAYERS, max(MIN_LAYERS, layers)) if cell.cold else 1
-    for _ in range(layers):
-        for operator in chosen:
-            rotations[operator.name].layers.append(operator.prepare(pairs, cell))
-    calls: dict[str, Callable[[], None]] = {**rotations}
+    chosen = [operator for operator in operators if operator.name not in left_out]
+    # The layers of all operators alternate in memory, so that none reads ahead into its next layer.
+    prepared = [[operator.prepare(pairs, cell) for operator in chosen] for _ in range(layers)]
+    calls = {
+        operator.name: _in_turn(operator, own, x)
+        for operator, own in zip(chosen, zip(*prepared, strict=True), strict=True)
+    }
+    rounds, budget = QUICK if quick else FULL
     timings, rates = timed_with_rates(
         calls,
         cell.dtype,
         MULTIPLY_ROUNDS,
         # For a cold cell, a read takes about as many bytes as all layers hold.
         read_bytes=layers * cell.adapter_bytes if cell.cold else 0,
-        rounds=effort.rounds,
+        rounds=rounds,
         warm=not cell.cold,
         lead=cell.cold,
-        budget=effort.budget,
+        budget=budget,
     )
     # The rate of memory is that of these rounds. The other rates are the best of the run so far.
     moved = ((cell.adapter_bytes, cell.cold), (cell.row_bytes, False))
     limit = roofline.seconds(cell.flops, moved, cell.dtype, rates.read)
-    roofline.remeasure_if_due()
-    return row_of(cell, threads, timings, limit, rates, left_out)
+    return row_of(cell, threads, timings, limit, left_out)
 
 
-def _operators(cell: KernelCell, effort: Effort) -> list[LoraOperator]:
+def _in_turn(
+    operator: LoraOperator, layers: Sequence[LoraCall], x: torch.Tensor
+) -> Callable[[], None]:
+    x = x.to(operator.dtype or x.dtype, copy=True)
+    y, turns = torch.zeros_like(x), itertools.cycle(layers)
+    return lambda: next(turns)(y, x)
+
+
+def _operators(cell: KernelCell, *, quick: bool) -> list[LoraOperator]:
     operators: list[LoraOperator] = [Atmm(), *BASELINES]
     if cell.dtype == "bf16" and not has_bf16_instructions():
-        operators += [
-            InFloat32(baseline)
-            for baseline in BASELINES
-            if effort.all_in_fp32 or baseline.name in POSSIBLY_FASTEST
-        ]
+        measured = POSSIBLY_FASTEST if quick else NAMES
+        operators += [InFloat32(baseline) for baseline in BASELINES if baseline.name in measured]
     return operators if cell.cold else operators + static_tiles(cell.dtype)
 
 
@@ -247,7 +207,6 @@ def row_of(
     threads: int,
     timings: Mapping[str, Timing],
     limit: float,
-    rates: Rates,
     left_out: Mapping[str, str],
 ) -> Row:
     """Return the row of a cell. ATMM is slower than a baseline only beyond the noise of both."""
@@ -259,16 +218,15 @@ def row_of(
     return {
         **cell.as_row(),
         "threads": threads,
-        "limit_us": round(limit * 1e6, 3),
-        "peak_gflops": rates.peak and round(rates.peak / 1e9, 1),
-        "read_gb_per_s": rates.read and round(rates.read / 1e9, 1),
-        "roofline": round(limit / atmm.median, 4),
+        "limit_us": limit * 1e6,
+        "roofline": limit / atmm.median,
         "fastest_baseline": fastest,
-        "vs_fastest_baseline": round(ratio, 4),
-        "noise": round(noise, 4),
+        "vs_fastest_baseline": ratio,
+        "noise": noise,
         "slower_than_noise": ratio < 1 - noise,
-        "us": medians_in(timings, 1e6, 3),
-        "noise_of": noises(timings, 4),
+        "us": medians(timings, 1e6),
+        "speed_up": {name: t.median / atmm.median for name, t in baselines.items()},
+        "noise_of": noises(timings),
         "left_out": dict(left_out),
     }
 
@@ -280,30 +238,27 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
     """
     summary: dict[str, Any] = {}
     for dtype, suffix in (("fp32", ""), ("bf16", "_bf16")):
-        if of_type := [row for row in rows if row["dtype"] == dtype]:
+        if of_type := matching(rows, dtype=dtype):
             summary |= {key + suffix: value for key, value in _summary_of(of_type).items()}
     return summary
 
 
 def _summary_of(rows: Sequence[Row]) -> dict[str, Any]:
-    hot, cold = (
-        [row for row in rows if row["regime"] == "decode" and row["cold"] is heat]
-        for heat in (False, True)
-    )
-    prefill = [row for row in rows if row["regime"] == "prefill"]
+    hot, cold = (matching(rows, regime="decode", cold=heat) for heat in (False, True))
+    prefill = matching(rows, regime="prefill")
     summary: dict[str, Any] = {}
-    for regime, chosen in (("decode", hot), ("prefill", prefill), ("decode_cold", cold)):
+    for regime, chosen in (("decode", hot), ("prefill", prefill)):
         in_fp32 = {name for row in chosen for name in row["us"] if name.endswith("_in_fp32")}
         for name in (*NAMES, *sorted(in_fp32)):
-            summary[f"{regime}_vs_{name}"] = rounded_mean(speed_up(row, name) for row in chosen)
+            summary[f"{regime}_vs_{name}"] = mean_of(speed_up(row, name) for row in chosen)
     summary["adaptive_vs_best_static"], summary["best_static"] = _over_best_static(rows)
     worst = min(rows, key=lambda row: float(row["vs_fastest_baseline"]))
-    summary["worst_cell_vs_best_baseline"] = round(worst["vs_fastest_baseline"], 3)
+    summary["worst_cell_vs_best_baseline"] = worst["vs_fastest_baseline"]
     summary["worst_cell"] = f"{worst['cell']} {worst['threads']}t vs {worst['fastest_baseline']}"
     summary["cells"] = len(rows)
     summary["cells_slower_beyond_noise"] = sum(row["slower_than_noise"] for row in rows)
     for name, chosen in (("decode_hot", hot), ("decode_cold", cold), ("prefill", prefill)):
-        summary[f"roofline_{name}"] = rounded_mean(row["roofline"] for row in chosen)
+        summary[f"roofline_{name}"] = mean_of(row["roofline"] for row in chosen)
     return summary
 
 
@@ -314,20 +269,12 @@ def _over_best_static(rows: Sequence[Row]) -> tuple[float | None, str | None]:
     of each cell. Only the candidates of `static_tiles` are timed, so the speed-up is an upper bound
     of the gain of adaptive choice.
     """
-    hot = [row for row in rows if not row["cold"]]
+    hot = matching(rows, cold=False)
     timed = [{name for name in row["us"] if name.startswith(StaticTile.prefix)} for row in hot]
     common = set.intersection(*timed) if timed else set()
-    means = [(rounded_mean(speed_up(row, name) for row in hot), name) for name in common]
+    means = [(mean_of(speed_up(row, name) for row in hot), name) for name in common]
     best, name = min(((mean, name) for mean, name in means if mean), default=(None, None))
     return best, name and name.removeprefix(StaticTile.prefix)
-
-
-def left_out_counts(rows: Sequence[Row]) -> Counter[str]:
-    """Return the number of cells in which an operator was left out, by "operator: reason"."""
-    cells = {
-        (name, reason, row["cell"]) for row in rows for name, reason in row["left_out"].items()
-    }
-    return Counter(f"{name}: {reason}" for name, reason, _ in cells if "_in_fp32" not in name)
 
 
 def speed_up(row: Row, name: str) -> float | None:
@@ -339,27 +286,20 @@ def _is_baseline(name: str) -> bool:
     return name != Atmm.name and not name.startswith(StaticTile.prefix)
 
 
-def _fastest(row: Row) -> str:
-    text = f"{row['vs_fastest_baseline']:.2f} {row['fastest_baseline'].replace('_', ' ')}"
-    return f"[red]{text}[/]" if row["slower_than_noise"] else text
-
-
 def draw_speed_ups(rows: Sequence[Row], path: Path) -> None:
     """Draw the speed-ups over each baseline, one dot per cell, by regime and type."""
     from matplotlib.figure import Figure
 
-    panels = [
-        (regime, cold, dtype)
-        for dtype in ("fp32", "bf16")
-        for regime, cold in (("decode", False), ("decode", True), ("prefill", False))
-    ]
+    heats = (("decode", False), ("decode", True), ("prefill", False))
+    panels = [(*heat, dtype) for dtype in ("fp32", "bf16") for heat in heats]
     figure = Figure(figsize=(12, 7), layout="constrained")
     axes = figure.subplots(2, 3, sharey="row")
     for axis, panel in zip(axes.flat, panels, strict=True):
-        chosen = [row for row in rows if (row["regime"], row["cold"], row["dtype"]) == panel]
+        keys = ("regime", "cold", "dtype")
+        chosen = matching(rows, **dict(zip(keys, panel, strict=True)))
         for x, name in enumerate(NAMES):
             for threads, colour, shift in ((1, "tab:blue", -0.15), (2, "tab:orange", 0.15)):
-                known = [speed_up(row, name) for row in chosen if row["threads"] == threads]
+                known = (speed_up(row, name) for row in matching(chosen, threads=threads))
                 ups = [up for up in known if up is not None]
                 axis.plot([x + shift] * len(ups), ups, ".", color=colour, alpha=0.5)
         axis.axhline(1, color="black", linewidth=0.8)

@@ -15,23 +15,20 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.util
-import itertools
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import typer
-from rich.console import RenderableType
 
-from benchmarks import frame
 from benchmarks.frame import Row, ThreadedBenchmark
 from benchmarks.llava import Checkpoint, Sizes
+from benchmarks.machine import interleaved
 from benchmarks.models import SyntheticModel
-from benchmarks.timing import interleaved
 
 FILE_TYPES = {"Q8_0": 7, "Q4_0": 2}
 """llama.cpp's numbers of its file types (`llama_ftype`)."""
@@ -50,12 +47,14 @@ class LlamaCpp(ThreadedBenchmark):
     name = "llama-cpp"
     title = "time of a step in our engine, divided by that in llama.cpp"
 
+    shown: ClassVar = {"steps": "requests type ms fastest_ms noise"}
+
     checkpoint: Annotated[Path, typer.Argument(metavar="FOLDER", help="Checkpoint folder.")]
     gguf: Annotated[Path, typer.Option(metavar="FILE", help="GGUF file with the same weights.")]
 
     def prepare(self) -> None:
         super().prepare()
-        self._folder = tempfile.TemporaryDirectory()
+        self._folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
         if importlib.util.find_spec("llama_cpp") is None:
             raise typer.BadParameter("llama_cpp cannot be imported; install llama-cpp-python")
         for path in (self.checkpoint, self.gguf):
@@ -80,7 +79,7 @@ class LlamaCpp(ThreadedBenchmark):
         steps: dict[str, Callable[[], None]] = {}
         for name in FILE_TYPES:
             self.status(f"llama.cpp, {name}")
-            file = Path(self._folder.name) / f"{name}.gguf"
+            file = self._folder / f"{name}.gguf"
             if not file.exists():
                 quantize(self.gguf, file, name, self.threads)
             steps[name] = llama_step(file, cell, self.values["context"], self.threads)
@@ -93,9 +92,9 @@ class LlamaCpp(ThreadedBenchmark):
             yield {
                 "requests": cell,
                 "type": name,
-                "ms": round(timing.median * 1e3, 3),
-                "fastest_ms": round(min(timing.samples) * 1e3, 3),
-                "noise": round(timing.noise, 3),
+                "ms": timing.median * 1e3,
+                "fastest_ms": min(timing.samples) * 1e3,
+                "noise": timing.noise,
             }
 
     def _engine_step(self, kind: str, requests: int) -> Callable[[], None]:
@@ -112,29 +111,16 @@ class LlamaCpp(ThreadedBenchmark):
         model.stage(requests, context + 1, context)
         return model.step(model.mix(requests, 0))
 
-    def close(self) -> None:
-        self._folder.cleanup()
-
     def summarize(self) -> dict[str, Any]:
         """Return the time of each of our types divided by that of llama.cpp's with as many bits."""
         ms = {(row["type"], row["requests"]): row["ms"] for row in self.rows}
         return {
-            f"{kind}_over_{peer}_{requests}": round(value / ms[peer, requests], 3)
+            f"{kind}_over_{peer}_{requests}": value / ms[peer, requests]
             for (kind, requests), value in ms.items()
             if kind not in FILE_TYPES
             for peer in FILE_TYPES
             if kind.startswith("int8") == (peer == "Q8_0")
         }
-
-    def tables(self) -> Iterable[RenderableType]:
-        names = [*FILE_TYPES, *self.values["types"]]
-        by_requests = [
-            {"requests": requests}
-            | {row["type"]: f"{row['ms']:.2f} ({row['fastest_ms']:.2f})" for row in group}
-            for requests, group in itertools.groupby(self.rows, key=lambda row: row["requests"])
-        ]
-        columns = {name: name for name in ("requests", *names)}
-        yield frame.table("ms of a step: median (fastest)", by_requests, columns)
 
 
 def _llama_cpp() -> Any:

@@ -8,10 +8,9 @@ tokenizer turns a prompt of n words into n tokens, plus the begin-of-text token.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-import logging
 import os
-import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,8 +21,6 @@ import numpy as np
 import torch
 from PIL import Image
 from safetensors.torch import save_file
-
-log = logging.getLogger(__name__)
 
 VERSION = 1
 """Version of the generated files. Each version has its own folder."""
@@ -72,20 +69,9 @@ def tiny(sizes: Sizes) -> Sizes:
 
     A step of such a model costs only the overhead that does not depend on the matrices.
     """
-    return replace(
-        sizes,
-        hidden=64,
-        heads=1,
-        kv_heads=1,
-        inner=64,
-        vocabulary=512,
-        tower_layers=2,
-        tower_hidden=64,
-        tower_heads=1,
-        tower_inner=64,
-        image=28,
-        ranks=(8,),
-    )
+    decoder = {"hidden": 64, "heads": 1, "kv_heads": 1, "inner": 64, "vocabulary": 512}
+    tower = {"tower_layers": 2, "tower_hidden": 64, "tower_heads": 1, "tower_inner": 64}
+    return replace(sizes, **decoder, **tower, image=28, ranks=(8,))
 
 
 MODELS: Mapping[str, Sizes] = {"whole": Sizes(), "grouped": Sizes(kv_heads=4)}
@@ -110,31 +96,22 @@ class Checkpoint:
         return [f"a{i:02}-r{ranks[i % len(ranks)]}" for i in range(self.sizes.adapters)]
 
 
-def cache_root() -> Path:
-    """Return the folder of all generated checkpoints in the user's cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "vlora" / "bench"
-
-
 def make(sizes: Sizes, root: Path | None = None) -> Checkpoint:
-    """Return the checkpoint of these sizes; generate it unless the cache has it.
+    """Return the checkpoint of these sizes; generate it unless it exists.
 
-    root: folder of the generated checkpoints; by default `cache_root()`.
+    root: folder of the generated checkpoints; by default one in the user's cache.
     """
-    folder = (root or cache_root()) / sizes.name
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = (root or cache / "vlora" / "bench") / sizes.name
     checkpoint = Checkpoint(folder / "checkpoint", folder / "adapters", sizes)
-    sizes_text = json.dumps(asdict(sizes))
-    if (folder / "sizes.json").is_file() and (folder / "sizes.json").read_text() == sizes_text:
+    if folder.exists():
         return checkpoint
-    log.info("generating %s, once", folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         complete = Path(scratch) / "complete"
         _save_checkpoint(complete / "checkpoint", sizes)
         for index, name in enumerate(checkpoint.adapter_names):
             _save_adapter(complete / "adapters" / name, sizes, index)
-        (complete / "sizes.json").write_text(sizes_text)
-        shutil.rmtree(folder, ignore_errors=True)
         complete.rename(folder)
     return checkpoint
 
@@ -167,19 +144,12 @@ def _tokenizer(sizes: Sizes) -> Any:
     syllables = [c + v for c in CONSONANTS for v in VOWELS]
     merges = [(s[0], s[1]) for s in syllables] + [("Ġ", s) for s in syllables]
     merges += [(f"Ġ{word[1:3]}", word[3:]) for word in _words(sizes)]
-    merges += [
-        (f"Ġ{first}{second}", third)
-        for first in syllables
-        for second in syllables
-        for third in syllables[:2]
-    ]
+    pairs = itertools.product(syllables, syllables, syllables[:2])
+    merges += [(f"Ġ{first}{second}", third) for first, second, third in pairs]
     pieces = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     merges = merges[: sizes.vocabulary - len(pieces)]
     pieces += [first + second for first, second in merges]
-    if len(pieces) != sizes.vocabulary:
-        raise ValueError(
-            f"the vocabulary has {len(pieces)} pieces, and the sizes ask for {sizes.vocabulary}"
-        )
+    assert len(pieces) == sizes.vocabulary, "the vocabulary is too large for the syllables"
     core = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -270,29 +240,36 @@ def _save_adapter(folder: Path, sizes: Sizes, index: int) -> None:
     head = sizes.hidden // sizes.heads
     kv = sizes.kv_heads * head
     outs = {"q_proj": sizes.hidden, "k_proj": kv, "v_proj": kv, "o_proj": sizes.hidden}
-    generator = torch.Generator().manual_seed(1 + index)
+    shapes = {
+        f"{layer}.self_attn.{target}": (d_out, sizes.hidden)
+        for layer in range(sizes.layers)
+        for target, d_out in outs.items()
+    }
+    prefix = "base_model.model.model.language_model.layers."
+    drawn = torch.Generator().manual_seed(1 + index)
+    targets = rf".*language_model.*\.({'|'.join(outs)})"
+    save_adapter(folder, rank, {prefix + name: s for name, s in shapes.items()}, targets, drawn)
 
-    def drawn(*shape: int) -> torch.Tensor:
-        values = torch.empty(shape).normal_(0.0, FACTOR_STD, generator=generator)
-        return values.to(torch.bfloat16)
 
+def save_adapter(
+    folder: Path,
+    rank: int,
+    shapes: Mapping[str, tuple[int, int]],
+    targets: str | Sequence[str],
+    generator: torch.Generator,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Save an adapter with drawn factors in PEFT's format.
+
+    shapes: shape (d_out, d_in) of each target by the name of its module.
+    targets: PEFT's `target_modules`.
+    """
     tensors: dict[str, torch.Tensor] = {}
-    for layer in range(sizes.layers):
-        for target, d_out in outs.items():
-            path = f"base_model.model.model.language_model.layers.{layer}.self_attn.{target}"
-            tensors[f"{path}.lora_A.weight"] = drawn(rank, sizes.hidden)
-            tensors[f"{path}.lora_B.weight"] = drawn(d_out, rank)
+    for name, (d_out, d_in) in shapes.items():
+        for factor, shape in (("A", (rank, d_in)), ("B", (d_out, rank))):
+            values = torch.empty(shape).normal_(0.0, FACTOR_STD, generator=generator)
+            tensors[f"{name}.lora_{factor}.weight"] = values.to(dtype)
     folder.mkdir(parents=True)
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    names = "|".join(outs)
-    config = {
-        "peft_type": "LORA",
-        "r": rank,
-        "lora_alpha": 2 * rank,
-        "target_modules": rf".*language_model.*\.({names})",
-        "bias": "none",
-        "task_type": None,
-        "base_model_name_or_path": sizes.name,
-        "inference_mode": True,
-    }
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": targets}
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=1))

@@ -1,14 +1,14 @@
-"""Loads of concurrent requests, and the times of their tokens.
-
-This module depends neither on the engine nor on the server, since the loads are the same for both.
-"""
+"""Loads of concurrent requests, the times of their tokens, and a client that sends them."""
 
 from __future__ import annotations
 
+import asyncio
 import io
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,26 +16,32 @@ from PIL import Image
 
 from benchmarks.llava import Checkpoint, picture, prompt
 
-REQUESTS = 16
-"""Number of concurrent requests of the committed grid. The quick part has fewer."""
 OUTPUT = 32
 """Number of tokens of every answer; the end-of-text token does not end an answer."""
 TEXT_TOKENS, IMAGE_TEXT_TOKENS = 256, 31
 """Number of tokens of a prompt without an image, and of the text that comes with an image. Both
 include the begin-of-text token."""
+ANSWER_SECONDS = 600.0
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class BenchmarkError(Exception):
+    """Raised when a request of a benchmark fails."""
 
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """One request of the load, with an image [side, side, 3] and an adapter, or None."""
+    """One request of a load, with an image [height, width, 3] and an adapter, or None."""
 
     prompt: str
     image: Pixels | None
     adapter: str | None
+    task: str = "raw"
+    tokens: int = OUTPUT
 
+    @cached_property
     def file(self) -> bytes | None:
-        """Return the image as a PNG file, None without one."""
+        """The image as a PNG file, None without one."""
         return None if self.image is None else png(self.image)
 
 
@@ -44,12 +50,6 @@ def png(pixels: Pixels) -> bytes:
     encoded = io.BytesIO()
     Image.fromarray(pixels).save(encoded, "PNG", compress_level=1)
     return encoded.getvalue()
-
-
-def sampling(adapter: str | None, max_tokens: int = OUTPUT) -> dict[str, Any]:
-    """Return sampling parameters for a greedy answer of exactly `max_tokens` tokens."""
-    adapters = {} if adapter is None else {"lora_name": adapter}
-    return {"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True, **adapters}
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Load:
 
     kind: str
     adapters: int
-    requests: int = REQUESTS
+    requests: int
 
     @property
     def name(self) -> str:
@@ -73,14 +73,14 @@ class Load:
         """Return the requests of this load, with prompts and images that differ for each seed."""
         names, sizes, text = checkpoint.adapter_names, checkpoint.sizes, self.kind == "text"
         words = (TEXT_TOKENS if text else IMAGE_TEXT_TOKENS) - 1
-        first = seed * self.requests
+        numbers = range(seed * self.requests, (seed + 1) * self.requests)
         return [
             LoadRequest(
-                prompt(words, first + i, sizes),
-                None if text else picture(first + i, sizes),
+                prompt(words, number, sizes),
+                None if text else picture(number, sizes),
                 names[i % self.adapters] if self.adapters else None,
             )
-            for i in range(self.requests)
+            for i, number in enumerate(numbers)
         ]
 
 
@@ -98,7 +98,61 @@ class LoadTimes:
 
     def as_row(self) -> Mapping[str, float]:
         return {
-            "token_latency_ms": round(self.token_latency * 1e3, 2),
-            "first_token_s": round(statistics.fmean(self.first), 3),
-            "wall_s": round(max(self.end), 3),
+            "token_latency_ms": self.token_latency * 1e3,
+            "first_token_s": statistics.fmean(self.first),
+            "wall_s": max(self.end),
         }
+
+
+class GrpcClient:
+    """Client that sends requests to a server's model `lmm` over gRPC, each on its own stream.
+
+    It belongs to the event loop in which it is made.
+    """
+
+    def __init__(self, address: str) -> None:
+        from vlora.gateway.backend import Backend
+
+        self._backend = Backend(address, answer_seconds=ANSWER_SECONDS)
+        self._asked = 0
+
+    async def close(self) -> None:
+        await self._backend.close()
+
+    async def run(self, requests: Sequence[LoadRequest]) -> LoadTimes:
+        """Send all requests at once and return their times. Raise BenchmarkError if one fails."""
+        from vlora.gateway.backend import Question
+
+        questions = []
+        for request in requests:
+            self._asked += 1
+            name = f"benchmark-{self._asked:016}"
+            images = () if request.file is None else (request.file,)
+            keys: dict[str, Any] = {
+                "temperature": 0,
+                "max_tokens": request.tokens,
+                "ignore_eos": True,
+            }
+            keys |= {} if request.adapter is None else {"lora_name": request.adapter}
+            question = Question(name, request.prompt, request.task, images, (), keys, stream=True)
+            questions.append((question, request.tokens))
+        started = time.perf_counter()
+        times = await asyncio.gather(*(self._ask(*question) for question in questions))
+        return times_since(started, times)
+
+    async def _ask(self, question: Any, wanted: int) -> tuple[float, float]:
+        first, tokens = 0.0, 0
+        async for piece in self._backend.ask(question):
+            if piece.text:
+                first = first or time.perf_counter()
+            tokens += piece.num_output_tokens
+        if tokens != wanted:
+            raise BenchmarkError(f"the answer has {tokens} tokens instead of {wanted}")
+        end = time.perf_counter()
+        return first or end, end
+
+
+def times_since(started: float, moments: Sequence[tuple[float, float]]) -> LoadTimes:
+    """Return the times of requests from the moments of their first tokens and ends."""
+    firsts, ends = zip(*moments, strict=True)
+    return LoadTimes([one - started for one in firsts], [one - started for one in ends])

@@ -13,8 +13,9 @@ import itertools
 import json
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -34,8 +35,6 @@ MAX_EINSUM_BYTES = 1 << 30
 """Maximum size of the einsum baseline's gathered weights. Larger cells leave it out."""
 MIXED_RANKS = (8, 64, 16, 128, 32)
 ZIPF_EXPONENT = 1.2
-POPULARITIES = ("identical", "distinct", "zipf")
-REGIMES = ("decode", "prefill")
 
 
 @dataclass(frozen=True)
@@ -72,14 +71,15 @@ class KernelCell:
             f" {heat} {self.dtype}"
         )
 
-    @property
+    @cached_property
     def slots(self) -> tuple[int, ...]:
         """Adapter slot of each request, sorted as in the engine."""
         if self.popularity == "identical":
             return (0,) * self.requests
         if self.popularity == "distinct":
             return tuple(range(self.requests))
-        weights = torch.arange(1, self.requests + 1, dtype=torch.float64) ** -ZIPF_EXPONENT
+        numbers = torch.arange(1, self.requests + 1, dtype=torch.float64, device="cpu")
+        weights = numbers**-ZIPF_EXPONENT
         generator = torch.Generator().manual_seed(self.requests)
         drawn = torch.multinomial(weights, self.requests, replacement=True, generator=generator)
         order = {slot: i for i, slot in enumerate(dict.fromkeys(sorted(drawn.tolist())))}
@@ -139,43 +139,24 @@ class KernelCell:
         return torch.randn(self.total_rows, self.width, generator=generator).to(DTYPES[self.dtype])
 
     def as_row(self) -> dict[str, Any]:
-        keys = ("regime", "requests", "rows", "adapters", "width", "rank", "popularity", "cold")
-        row = {"d" if key == "width" else key: getattr(self, key) for key in keys}
-        return row | {"dtype": self.dtype, "cell": self.name}
-
-
-_GROUP_KEYS = {"regime", "requests", "rows", "d", "rank", "popularity", "heat", "quick"}
+        return asdict(self) | {"d": self.width, "adapters": self.adapters, "cell": self.name}
 
 
 def load_grid(path: Path, dtypes: Sequence[str], *, quick: bool) -> list[KernelCell]:
     """Return all cells of a grid file. Each group of the file is the product of its lists.
 
     quick: whether to return only the groups that are marked "quick".
-
-    Raises ValueError for an unknown or missing key, and for an unknown regime or popularity.
     """
     cells = []
     for group in json.loads(path.read_text())["groups"]:
-        if unknown := set(group) ^ (_GROUP_KEYS - {"quick"} | set(group) & {"quick"}):
-            raise ValueError(f"{path.name}: keys {sorted(unknown)} are unknown or missing")
-        if group["regime"] not in REGIMES or not set(group["popularity"]) <= set(POPULARITIES):
-            raise ValueError(
-                f"{path.name}: {group} has an unknown regime or popularity; valid are"
-                f" {', '.join(REGIMES)} and {', '.join(POPULARITIES)}"
-            )
         if quick and not group.get("quick", False):
             continue
-        cells += [cell for dtype in dtypes for cell in _cells_of(group, dtype)]
+        lists = [group[key] for key in ("requests", "rows", "d", "rank", "popularity", "heat")]
+        for dtype, *shape, heat in itertools.product(dtypes, *lists):
+            requests, rows, width, rank, popularity = shape
+            sizes = (group["regime"], requests, rows, width, rank, popularity)
+            cells.append(KernelCell(*sizes, heat == "cold", dtype))
     return list(dict.fromkeys(cells))
-
-
-def _cells_of(group: dict[str, Any], dtype: str) -> Iterator[KernelCell]:
-    for requests, rows, width, rank, popularity, heat in itertools.product(
-        *(group[key] for key in ("requests", "rows", "d", "rank", "popularity", "heat"))
-    ):
-        yield KernelCell(
-            group["regime"], requests, rows, width, rank, popularity, heat == "cold", dtype
-        )
 
 
 class LoraOperator(ABC):

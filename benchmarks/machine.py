@@ -1,4 +1,4 @@
-"""The machine that is measured on: its types, threads and instruction set, and its roofline.
+"""The machine that is measured on: its threads, timing in interleaved rounds, and its roofline.
 
 The roofline of a piece of work is the larger of two times: its flops divided by the peak, and its
 bytes divided by the bandwidth. Our own microbenchmarks measure both rates in the same run as the
@@ -6,14 +6,12 @@ work. The peak is the speed of a loop on registers, with the fastest multiplicat
 instruction set in use has for the type. The bandwidth is the speed of reading a working set of the
 work's size. Other programs share the memory and the cores, so these rates change by half from one
 second to the next; where the rounds of a cell include the microbenchmarks, their medians count.
-
-Without the compiled kernels, benchmarks measure the reference implementation, and torch measures
-the roofline.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -24,12 +22,11 @@ from typing import Any
 
 import torch
 
-from benchmarks import gpu_timing
-from benchmarks.timing import interleaved
+from benchmarks import gpu_device
 from vlora import backends, native
 from vlora.atmm import tiles
 from vlora.atmm.cpu import Cpu
-from vlora.atmm.search.timing import Timing
+from vlora.atmm.search.timing import Timing, rotated
 from vlora.config import Options
 from vlora.cores import split_threads
 from vlora.device import host_memory
@@ -38,13 +35,78 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Storage types by their names in grids and options."""
 COLD_BYTES = Cpu.here().cold_bytes
 """Size in bytes of a working set that is larger than the caches."""
-SECONDS = 0.06
-"""Duration of one microbenchmark."""
-INTERVAL_SECONDS = 1.0
-"""Minimum time from one repetition of a microbenchmark to the next."""
-GPU_SIDE, GPU_BYTES = 8192, 1 << 30
-"""Side of the products and size of the copy that measure the limits of a GPU."""
+SECONDS, INTERVAL_SECONDS = 0.06, 1.0
+"""Duration of one microbenchmark, and minimum time from one of its repetitions to the next."""
+MIN_SAMPLE_SECONDS = 4e-4
+"""Minimum duration of a sample. Shorter samples would mostly measure the clock and the loop."""
+MIN_SAMPLES = 3
+WARM_CALLS = 3
+"""Number of calls before a warm sample. A last-level victim cache needs several passes to fill."""
+LONG_SECONDS, VERY_LONG_SECONDS = 5e-3, 4e-2
+"""Durations of a call. From LONG_SECONDS on, one warm call before a sample is enough. From
+VERY_LONG_SECONDS on, none is needed: such calls move many times the size of the caches."""
 READ, MULTIPLY = "read", "multiply"
+
+
+def interleaved(
+    candidates: Mapping[str, Callable[[], None]],
+    *,
+    rounds: int,
+    warm: bool,
+    budget: float,
+    lead: bool = False,
+) -> dict[str, Timing]:
+    """Time all candidates, one sample of each per round, in an order that rotates.
+
+    warm: whether untimed calls before each sample load the candidate's data into the caches again,
+        since other candidates ran in between.
+    lead: whether one call precedes each sample, unless a call takes LONG_SECONDS or more. This is
+        for candidates that read new data at each call: the code is then in the caches and the
+        threads are awake, but the data are not in the caches, as within a step (decision 68).
+    budget: seconds per candidate. A slow candidate gets fewer samples, at least MIN_SAMPLES,
+        spread over all rounds.
+    """
+    calls, warm_calls, sample_counts = {}, {}, {}
+    for name, call in candidates.items():
+        estimate = _seconds(call, 1)
+        if estimate < budget:  # Otherwise the first call's overhead is a small part of the time.
+            estimate = _seconds(call, 1)
+        calls[name] = max(1, round(MIN_SAMPLE_SECONDS / max(estimate, 1e-9)))
+        warm_calls[name] = _warm_calls(estimate) if warm else int(lead and estimate < LONG_SECONDS)
+        cost = (calls[name] + warm_calls[name]) * estimate
+        sample_counts[name] = min(rounds, max(MIN_SAMPLES, int(budget / max(cost, 1e-9))))
+    samples: dict[str, list[float]] = {name: [] for name in candidates}
+    for number in range(rounds):
+        for name in rotated(list(candidates), number):
+            if len(samples[name]) * rounds > number * sample_counts[name]:
+                continue
+            for _ in range(warm_calls[name]):
+                candidates[name]()
+            samples[name].append(_seconds(candidates[name], calls[name]))
+    return {name: Timing(tuple(values)) for name, values in samples.items()}
+
+
+def _warm_calls(seconds: float) -> int:
+    if seconds < LONG_SECONDS:
+        return WARM_CALLS
+    return 1 if seconds < VERY_LONG_SECONDS else 0
+
+
+def _seconds(call: Callable[[], None], count: int) -> float:
+    """Return the seconds per call, over `count` calls in a row."""
+    started = time.perf_counter()
+    for _ in range(count):
+        call()
+    return (time.perf_counter() - started) / count
+
+
+def medians(timings: Mapping[str, Timing], unit: float) -> dict[str, float]:
+    """Return the median of each timing, multiplied by `unit` (1e3 for ms)."""
+    return {name: timing.median * unit for name, timing in timings.items()}
+
+
+def noises(timings: Mapping[str, Timing]) -> dict[str, float]:
+    return {name: timing.noise for name, timing in timings.items()}
 
 
 def is_compiled() -> bool:
@@ -64,9 +126,7 @@ def server_threads() -> int:
 
 def has_bf16_instructions() -> bool:
     """Return whether the instruction set in use multiplies bf16."""
-    if is_compiled():
-        return native.kernels().runtime.isa("bf16") in ("amx", "avx512_bf16")
-    return "avx512_bf16" in Path("/proc/cpuinfo").read_text().split()
+    return is_compiled() and native.kernels().runtime.isa("bf16") in ("amx", "avx512_bf16")
 
 
 def operator_meta() -> dict[str, Any]:
@@ -80,12 +140,26 @@ def operator_meta() -> dict[str, Any]:
     }
 
 
+def cpu_meta() -> dict[str, str]:
+    """Return vendor, family, model and name of the CPU. A virtual machine may hide the name."""
+    keys = {"vendor_id", "cpu family", "model", "model name", "cache size"}
+    pairs = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
+    return {key.strip(): value.strip() for key, _, value in pairs if key.strip() in keys}
+
+
+def status_bytes(name: str, pid: int | str = "self") -> int:
+    """Return a field of a process's status, such as `VmRSS` (resident) or `VmHWM` (its peak)."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith(f"{name}:"))
+    return int(line.split()[1]) * 1024
+
+
 @dataclass
 class Roofline:
     """Peak in flop/s by type, and bandwidth in bytes/s by working set, for one thread count.
 
-    Each rate is measured on first use, then again at intervals during the run. The best value
-    counts, because a momentary disturbance must not lower the limit of a kernel.
+    Each rate is measured on first use, then again when it is used after INTERVAL_SECONDS. The best
+    value counts, because a momentary disturbance must not lower the limit of a kernel.
 
     measure_peak: function that takes a type and a number of seconds, and returns flop/s.
     measure_bandwidth: function that takes the bytes of a working set and a number of seconds, and
@@ -95,16 +169,12 @@ class Roofline:
     measure_peak: Callable[[str, float], float]
     measure_bandwidth: Callable[[int, float], float]
     cold_bytes: int = COLD_BYTES
-    _peaks: dict[str, float] = field(default_factory=dict)
-    _bandwidths: dict[int, float] = field(default_factory=dict)
-    _next: int = 0
-    _last_time: float = 0.0
+    _rates: dict[str | int, tuple[float, float]] = field(default_factory=dict)
+    """Best rate so far and time of its last measurement, by type or size of a working set."""
 
     def peak(self, dtype: str) -> float:
         """Return the best flop/s measured so far."""
-        if dtype not in self._peaks:
-            self._peaks[dtype] = self.measure_peak(dtype, SECONDS)
-        return self._peaks[dtype]
+        return self._best(dtype, self.measure_peak)
 
     def fastest_type(self, dtype: str) -> str:
         """Return `dtype`, or fp32 if the machine multiplies fp32 faster."""
@@ -112,24 +182,14 @@ class Roofline:
 
     def bandwidth(self, size: int, *, cold: bool) -> float:
         """Return the best bytes/s measured so far for a working set of `size` bytes."""
-        bucket = self.cold_bytes if cold else _rounded_up(size)
-        if bucket not in self._bandwidths:
-            self._bandwidths[bucket] = self.measure_bandwidth(bucket, SECONDS)
-        return self._bandwidths[bucket]
+        return self._best(self.cold_bytes if cold else _rounded_up(size), self.measure_bandwidth)
 
-    def remeasure_if_due(self) -> None:
-        """Measure one rate again if INTERVAL_SECONDS have passed. The rates take turns."""
-        keys: list[str | int] = [*self._peaks, *self._bandwidths]
-        if not keys or time.monotonic() - self._last_time < INTERVAL_SECONDS:
-            return
-        key = keys[self._next % len(keys)]
-        self._next += 1
-        if isinstance(key, str):
-            self._peaks[key] = max(self._peaks[key], self.measure_peak(key, SECONDS))
-        else:
-            bandwidth = self.measure_bandwidth(key, SECONDS)
-            self._bandwidths[key] = max(self._bandwidths[key], bandwidth)
-        self._last_time = time.monotonic()
+    def _best(self, key: Any, measure: Callable[[Any, float], float]) -> float:
+        best, last = self._rates.get(key, (0.0, -math.inf))
+        if time.monotonic() - last >= INTERVAL_SECONDS:
+            best = max(best, measure(key, SECONDS))
+            self._rates[key] = best, time.monotonic()
+        return best
 
     def seconds(
         self,
@@ -157,11 +217,12 @@ class Roofline:
 
     def as_meta(self) -> dict[str, dict[str, float]]:
         """Return the measured figures for the JSON file."""
+        peaks = {key: rate for key, (rate, _) in self._rates.items() if isinstance(key, str)}
+        sizes = {key: rate for key, (rate, _) in self._rates.items() if isinstance(key, int)}
         return {
-            "peak_gflops": {name: round(value / 1e9, 1) for name, value in self._peaks.items()},
+            "peak_gflops": {name: round(rate / 1e9, 1) for name, rate in peaks.items()},
             "read_gb_per_s": {
-                f"{size >> 10} KiB": round(value / 1e9, 1)
-                for size, value in sorted(self._bandwidths.items())
+                f"{size >> 10} KiB": round(rate / 1e9, 1) for size, rate in sorted(sizes.items())
             },
         }
 
@@ -169,12 +230,8 @@ class Roofline:
 def roofline(threads: int, device: str = "cpu") -> Roofline:
     """Return the roofline of a number of threads, or of a GPU, where threads do not matter."""
     if device != "cpu":
-        limits = gpu_timing.measure_limits(
-            torch.device(device), side=GPU_SIDE, copy_bytes=GPU_BYTES
-        )
+        limits = gpu_device.measure_limits(torch.device(device))
         return Roofline(lambda dtype, _: float(getattr(limits, dtype)), lambda *_: limits.copy)
-    if not is_compiled():
-        return Roofline(_torch_peak, _torch_bandwidth)
     runtime = native.kernels().runtime
     return Roofline(
         lambda dtype, seconds: float(runtime.peak(dtype, seconds, threads)),
@@ -186,10 +243,8 @@ def roofline(threads: int, device: str = "cpu") -> Roofline:
 class Rates:
     """Rates of the machine in the rounds of a measurement, one sample per round.
 
-    reads: bytes/s read from memory.
+    reads: bytes/s read from memory; empty if nothing was read.
     peaks: flop/s of multiplications.
-
-    Both are empty if they were not measured.
     """
 
     reads: tuple[float, ...] = ()
@@ -213,19 +268,15 @@ def timed_with_rates(
 ) -> tuple[dict[str, Timing], Rates]:
     """Time calls as `interleaved` does, together with the microbenchmarks of memory and cores.
 
-    Without the compiled kernels, no microbenchmark is available.
-
     dtype: type of the multiplications.
     multiply_rounds: iterations of the multiply loop per round.
     read_bytes: bytes read per round, from memory that should no longer be in the caches, at most
         COLD_BYTES. With 0, nothing is read.
     """
-    if not is_compiled():
-        return interleaved(calls, **options), Rates()
     runtime, threads = native.kernels().runtime, torch.get_num_threads()
     size = min(read_bytes, COLD_BYTES)
     extra: dict[str, Callable[[], None]] = {
-        MULTIPLY: lambda: gpu_timing.discard(runtime.multiply(dtype, multiply_rounds, threads))
+        MULTIPLY: lambda: gpu_device.discard(runtime.multiply(dtype, multiply_rounds, threads))
     }
     if read_bytes:
         start = _cold_memory().data_ptr()
@@ -238,40 +289,10 @@ def timed_with_rates(
     return timings, Rates(reads, peaks)
 
 
-def status_bytes(name: str, pid: int | str = "self") -> int:
-    """Return a field of a process's status, such as `VmRSS` (resident) or `VmHWM` (its peak)."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    (line,) = (line for line in lines if line.startswith(f"{name}:"))
-    return int(line.split()[1]) * 1024
-
-
 @cache
 def _cold_memory() -> torch.Tensor:
     """Return memory of twice COLD_BYTES, which all cells of a run share."""
     return host_memory.hugepage_zeros(COLD_BYTES // 2, dtype=torch.float32).fill_(1.0)
-
-
-def _torch_peak(dtype: str, seconds: float) -> float:
-    side = 768
-    a = torch.randn(side, side).to(DTYPES[dtype])
-    return 2 * side**3 * _best_rate(lambda: torch.mm(a, a), seconds)
-
-
-def _torch_bandwidth(size: int, seconds: float) -> float:
-    values = torch.zeros(max(1, size // 4))
-    return size * _best_rate(lambda: values.sum(), seconds)
-
-
-def _best_rate(call: Callable[[], object], seconds: float) -> float:
-    """Call a function for `seconds`. Return 1 / (duration of the fastest call in seconds)."""
-    best = 0.0
-    call()
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        started = time.perf_counter()
-        call()
-        best = max(best, 1 / (time.perf_counter() - started))
-    return best
 
 
 def _rounded_up(size: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,8 +33,6 @@ ENGINE_NAMES = {"fp32": "float32", "bf16": "bfloat16"}
 BLOCK = 16
 FILL_ELEMENTS = 1 << 22
 """Number of distinct random values; they are repeated to fill the pages."""
-ADAPTED_TARGETS = 4
-"""Number of adapted projections per layer: q, k, v, o."""
 
 
 @dataclass(frozen=True)
@@ -44,22 +42,17 @@ class ModelType:
     dtype: key of DTYPES, the type of everything that is not quantized, and of products.
     quantization: "int8" or "int4", the type of the decoder's linear layers; None if they are not
         quantized. With either type, the LM head is int8.
+    form: quantized format of the linear layers, or None.
     """
 
     dtype: str
     quantization: str | None = None
+    form: Format | None = None
 
     @property
     def itemsize(self) -> int:
         """Number of bytes of a value that is not quantized."""
         return DTYPES[self.dtype].itemsize
-
-    @property
-    def form(self) -> Format | None:
-        """Quantized format of the linear layers; None if they are not quantized."""
-        if self.quantization is None:
-            return None
-        return Format(8, None) if self.quantization == "int8" else Format(4, 32, zeros=True)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -68,13 +61,14 @@ class ModelType:
         return options | ({"quantization": self.quantization} if self.quantization else {})
 
 
+INT8, INT4 = Format(8, None), Format(4, 32, zeros=True)
 MODEL_TYPES: Mapping[str, ModelType] = {
     "fp32": ModelType("fp32"),
     "bf16": ModelType("bf16"),
-    "int8": ModelType("fp32", "int8"),
-    "int4": ModelType("fp32", "int4"),
-    "int8-bf16": ModelType("bf16", "int8"),
-    "int4-bf16": ModelType("bf16", "int4"),
+    "int8": ModelType("fp32", "int8", INT8),
+    "int4": ModelType("fp32", "int4", INT4),
+    "int8-bf16": ModelType("bf16", "int8", INT8),
+    "int4-bf16": ModelType("bf16", "int4", INT4),
 }
 
 
@@ -127,7 +121,11 @@ def step_work(
     head = sizes.hidden // sizes.heads
     head_shape = sizes.vocabulary, sizes.hidden
     lm_head = math.prod(head_shape)
-    lm_head_bytes = itemsize * lm_head if form is None else LM_HEAD_FORMAT.matrix_bytes(*head_shape)
+    if form is None:
+        lm_head_bytes, slab_bytes = itemsize * lm_head, itemsize * slab_elements(sizes)
+    else:
+        lm_head_bytes = LM_HEAD_FORMAT.matrix_bytes(*head_shape)
+        slab_bytes = sizes.layers * sum(form.matrix_bytes(*s) for s in _layer_shapes(sizes))
     rows = sum(chunk.rows for chunk in chunks)
     sampled = sum(chunk.logits for chunk in chunks)
     # Row i of a chunk attends to context + i + 1 positions: a product with keys, one with values.
@@ -135,7 +133,8 @@ def step_work(
     last_layer_pairs = sum(c.context + c.rows for c in chunks if c.logits)
     # In the last layer, rows without logits need only keys and values, not these elements.
     skipped = 2 * sizes.hidden**2 + 3 * sizes.hidden * sizes.inner
-    width = adapter_width(sizes)
+    # Elements of an adapter of rank 1: d_in + d_out, over q, k, v and o of all layers.
+    width = sizes.layers * (6 * sizes.hidden + 2 * sizes.kv_heads * head)
     lora = sum(2 * c.rows * rank_of(c.adapter, sizes) * width for c in chunks)
     flops = 2 * (rows * slab_elements(sizes) - (rows - sampled) * skipped)
     flops += 2 * sampled * lm_head + lora
@@ -145,7 +144,7 @@ def step_work(
     used = {c.adapter for c in chunks if c.adapter is not None}
     return Work(
         flops=float(flops),
-        weights=slab_bytes(sizes, itemsize, form) + lm_head_bytes * (sampled > 0),
+        weights=slab_bytes + lm_head_bytes * (sampled > 0),
         kv=itemsize * positions * 2 * sizes.kv_heads * head * sizes.layers,
         adapters=itemsize * width * sum(rank_of(index, sizes) for index in used),
     )
@@ -162,27 +161,9 @@ def tower_work(images: int, sizes: Sizes) -> Work:
     return Work(images * (2.0 * patches * elements + attention), 4 * elements, 0, 0)
 
 
-def combined_work(parts: Iterable[Work]) -> Work:
-    """Return the work of all parts together, as if every weight and adapter were read only once.
-
-    Keys and values do not count.
-    """
-    parts = list(parts)
-    flops = sum(part.flops for part in parts)
-    weights, adapters = max(p.weights for p in parts), max(p.adapters for p in parts)
-    return Work(flops, weights, 0, adapters)
-
-
 def slab_elements(sizes: Sizes) -> int:
     """Return the number of elements of all target matrices of all layers."""
     return sizes.layers * sum(rows * depth for rows, depth in _layer_shapes(sizes))
-
-
-def slab_bytes(sizes: Sizes, itemsize: int, form: Format | None) -> int:
-    """Return the number of bytes of all target matrices of all layers."""
-    if form is None:
-        return itemsize * slab_elements(sizes)
-    return sizes.layers * sum(form.matrix_bytes(*shape) for shape in _layer_shapes(sizes))
 
 
 def _layer_shapes(sizes: Sizes) -> tuple[tuple[int, int], ...]:
@@ -190,12 +171,6 @@ def _layer_shapes(sizes: Sizes) -> tuple[tuple[int, int], ...]:
     hidden, inner = sizes.hidden, sizes.inner
     kv = sizes.kv_heads * (hidden // sizes.heads)
     return (hidden + 2 * kv, hidden), (hidden, hidden), (2 * inner, hidden), (hidden, inner)
-
-
-def adapter_width(sizes: Sizes) -> int:
-    """Return the number of elements of an adapter of rank 1: d_in + d_out, over all its targets."""
-    kv = sizes.kv_heads * (sizes.hidden // sizes.heads)
-    return sizes.layers * (ADAPTED_TARGETS * sizes.hidden + 2 * sizes.hidden + 2 * kv)
 
 
 def rank_of(adapter: int | None, sizes: Sizes) -> int:

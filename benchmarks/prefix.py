@@ -7,16 +7,14 @@ checkpoint.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rich.console import RenderableType
 
-from benchmarks import frame
 from benchmarks.driver import WORDS, Driver, DriverRequest, random_image
-from benchmarks.frame import Bar, DemoBenchmark, Row, at_least
-from benchmarks.timing import median_or_nan
+from benchmarks.frame import DemoBenchmark, Row, medians_by, table
 from vlora.config import Options
 from vlora.engine.engine import Engine
 
@@ -26,16 +24,14 @@ class Prefix(DemoBenchmark):
     """Computed tokens and time to first token. A cell is a conversation's seed."""
 
     name = "prefix"
-    bars: ClassVar[Mapping[str, Bar]] = {"saved_over_expected": at_least(0.7)}
-
-    def prepare(self) -> None:
-        super().prepare()
-        self._drivers: dict[bool, Driver] = {}
+    bars: ClassVar = {"saved_over_expected": "≥ 0.7"}
 
     def cells(self) -> Sequence[int]:
+        self._drivers: dict[bool, Driver] = {}
         for cached in (True, False):
             options = Options(model=self.model, enable_prefix_caching=cached, merging="off")
             self._drivers[cached] = Driver(Engine(options))
+            self.stack.callback(self._drivers[cached].close)
         list(self.measure(-1))  # Warm up.
         return range(self.values["repeats"])
 
@@ -52,15 +48,10 @@ class Prefix(DemoBenchmark):
         for number in range(1, grid["rounds"] + 1):
             conversation += " " + " ".join(rng.choices(WORDS, k=grid["question"] // 2))
             # Only one token is generated, to time it. The rest of the answer is drawn at random.
-            outcome = driver.run([DriverRequest(conversation, None, 1, images)], watch=False)
+            outcome = driver.run([DriverRequest(conversation, None, 1, images)])
             conversation += " " + " ".join(rng.choices(WORDS, k=grid["output"] // 2))
-            first_token_ms = round(outcome.first[0] * 1e3, 3)
-            row = {"round": number, "cached": cached, "first_token_ms": first_token_ms}
+            row = {"round": number, "cached": cached, "first_token_ms": outcome.first[0] * 1e3}
             yield row | {"computed_tokens": outcome.rows}
-
-    def _median(self, key: str, number: int, cached: bool) -> float:
-        chosen = [r for r in self.rows if (r["round"], r["cached"]) == (number, cached)]
-        return median_or_nan(row[key] for row in chosen)
 
     def summarize(self) -> dict[str, Any]:
         """Return medians with the cache, divided by medians without it.
@@ -70,26 +61,18 @@ class Prefix(DemoBenchmark):
         """
 
         def ratio(key: str, number: int) -> float:
-            return self._median(key, number, True) / self._median(key, number, False)
+            with_cache = self.median(key, round=number, cached=True)
+            return with_cache / self.median(key, round=number, cached=False)
 
         ttft, tokens = ratio("first_token_ms", 2), ratio("computed_tokens", 2)
         return {
-            "second_round_ttft_ratio": round(ttft, 3),
-            "computed_token_ratio": round(tokens, 3),
-            "saved_over_expected": round((1 - ttft) / (1 - tokens), 3),
-            "first_round_ttft_ratio": round(ratio("first_token_ms", 1), 3),
+            "second_round_ttft_ratio": ttft,
+            "computed_token_ratio": tokens,
+            "saved_over_expected": (1 - ttft) / (1 - tokens),
+            "first_round_ttft_ratio": ratio("first_token_ms", 1),
         }
 
     def tables(self) -> Iterable[RenderableType]:
-        columns: dict[str, Any] = {"round": "round"}
-        for title, key in (("first token, ms", "first_token_ms"), ("tokens", "computed_tokens")):
-            for cached, suffix in ((True, ""), (False, ", without cache")):
-                columns[title + suffix] = lambda row, key=key, cached=cached: self._median(
-                    key, row["round"], cached
-                )
-        rounds = [{"round": number} for number in sorted({row["round"] for row in self.rows})]
-        yield frame.table("medians over the conversations", rounds, columns)
-
-    def close(self) -> None:
-        for driver in self._drivers.values():
-            driver.close()
+        lines = medians_by(self.rows, "round", "cached")
+        keys = "round cached first_token_ms computed_tokens"
+        yield table("medians over the conversations", lines, keys)

@@ -7,18 +7,16 @@ requests are spread over the cold adapters. The model is the mid-size one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rich.console import RenderableType
-
 from benchmarks import frame, llava
-from benchmarks.frame import Bar, Row, ThreadedBenchmark, at_most, percent
+from benchmarks.frame import Row, ThreadedBenchmark, matching
 from benchmarks.llava import Checkpoint
+from benchmarks.machine import interleaved
 from benchmarks.models import SyntheticModel
-from benchmarks.timing import interleaved
 from vlora.adapters.files import load_adapter
 from vlora.ids import BASE
 from vlora.model.decoder_config import load_config
@@ -32,94 +30,84 @@ BUDGET_SECONDS = 6.0
 class Premerge(ThreadedBenchmark):
     """Time of a step after premerging, divided by its time before, by the hot adapter's share.
 
-    A cell is a storage type and the name of a step.
+    A cell is a storage type.
     """
 
     name = "premerge"
-    bars: ClassVar[Mapping[str, Bar]] = {"decode_hot": at_most(1.0), "prefill_hot": at_most(1.0)}
+    bars: ClassVar = {"decode_hot": "≤ 1", "prefill_hot": "≤ 1"}
+    shown: ClassVar = {
+        "one step before and after premerging": (
+            "step dtype hot_share before_ms after_ms base_ms ratio noise"
+        )
+    }
 
     plot: frame.PlotFolder = None
-    root: frame.Root = None
 
-    def prepare(self) -> None:
-        super().prepare()
-        self._models: dict[str, tuple[SyntheticModel, SyntheticModel]] = {}
+    def cells(self) -> Sequence[str]:
+        types: Sequence[str] = self.values["dtypes"]
+        return types
 
-    def cells(self) -> Sequence[tuple[str, str]]:
-        return [(dtype, step) for dtype in self.values["dtypes"] for step in self.values["cells"]]
-
-    def measure(self, cell: tuple[str, str]) -> Iterator[Row]:
-        dtype, name = cell
-        step = self.values["cells"][name]
-        before, after = self._pair(dtype)
-        for share in self.values["shares"]:
-            self.status(f"{name}, {dtype}, {share:.0%} hot")
-            chosen = adapters_of(step["requests"], share, len(before.slots) - 1)
-            for model in (before, after):
-                model.stage(step["requests"], step["length"], step["computed"])
-            # In the premerged model, the base is the hot adapter, which is index 0.
-            slots = [after.slots[index] if index else BASE for index in chosen]
-            calls = {
-                "before": before.step([before.slots[index] for index in chosen]),
-                "after": after.step(slots),
-                "base": after.step([BASE] * len(chosen)),
-            }
-            timings = interleaved(
-                calls, rounds=self.values["rounds"], warm=False, budget=BUDGET_SECONDS
-            )
-            yield {
-                "step": name,
-                "dtype": dtype,
-                "hot_share": share,
-                **{f"{key}_ms": round(t.median * 1e3, 3) for key, t in timings.items()},
-                "ratio": round(timings["after"].median / timings["before"].median, 4),
-                "noise": round(max(t.noise for t in timings.values()), 4),
-            }
-
-    def _pair(self, dtype: str) -> tuple[SyntheticModel, SyntheticModel]:
-        """Return engines of the base and of the premerged checkpoint; release other types'."""
-        if dtype not in self._models:
-            self._models.clear()
-            sizes = {**self.values["sizes"], "ranks": tuple(self.values["sizes"]["ranks"])}
-            checkpoint = llava.make(llava.Sizes(**sizes), self.root)
-            steps = self.values["cells"].values()
-            positions = max(step["requests"] * (step["length"] + 32) for step in steps)
-            rows = max(s["requests"] * (s["length"] - s["computed"]) for s in steps)
-            before, after = (
-                SyntheticModel(model, dtype, positions, rows)
-                for model in (checkpoint, premerged(checkpoint))
-            )
-            self._models[dtype] = before, after
-        return self._models[dtype]
+    def measure(self, cell: str) -> Iterator[Row]:
+        sizes = self.values["sizes"] | {"ranks": tuple(self.values["sizes"]["ranks"])}
+        checkpoint = llava.make(llava.Sizes(**sizes), self.root)
+        steps = self.values["cells"]
+        positions = max(step["requests"] * (step["length"] + 32) for step in steps.values())
+        rows = max(s["requests"] * (s["length"] - s["computed"]) for s in steps.values())
+        before, after = (
+            SyntheticModel(model, cell, positions, rows)
+            for model in (checkpoint, premerged(checkpoint))
+        )
+        for name, step in steps.items():
+            for share in self.values["shares"]:
+                self.status(f"{name}, {cell}, {share:.0%} hot")
+                # Index 0 is the hot adapter; the other requests use the cold ones in turn.
+                hot, cold = round(step["requests"] * share), len(before.slots) - 1
+                chosen = [0] * hot + [1 + i % cold for i in range(step["requests"] - hot)]
+                for model in (before, after):
+                    model.stage(step["requests"], step["length"], step["computed"])
+                # In the premerged model, the base is the hot adapter.
+                slots = [after.slots[index] if index else BASE for index in chosen]
+                calls = {
+                    "before": before.step([before.slots[index] for index in chosen]),
+                    "after": after.step(slots),
+                    "base": after.step([BASE] * len(chosen)),
+                }
+                timings = interleaved(
+                    calls, rounds=self.values["rounds"], warm=False, budget=BUDGET_SECONDS
+                )
+                yield {
+                    "step": name,
+                    "dtype": cell,
+                    "hot_share": share,
+                    **{f"{key}_ms": t.median * 1e3 for key, t in timings.items()},
+                    "ratio": timings["after"].median / timings["before"].median,
+                    "noise": max(t.noise for t in timings.values()),
+                }
 
     def summarize(self) -> dict[str, Any]:
         """Return the largest ratio of all storage types, for each step and two shares.
 
         If a key ends in `hot`, all requests use the hot adapter. If it ends in `cold`, none does.
         """
-        ratios: dict[tuple[str, float], list[float]] = {}
-        for row in self.rows:
-            ratios.setdefault((row["step"], row["hot_share"]), []).append(row["ratio"])
-        return {
-            f"{step}_{name}": max(ratios.get((step, share), []), default=None)
-            for step in ("decode", "prefill")
-            for name, share in (("hot", 1.0), ("cold", 0.0))
-        }
-
-    def tables(self) -> Iterable[RenderableType]:
-        columns: dict[str, Any] = {
-            "step": "step",
-            "type": "dtype",
-            "hot share": lambda row: percent(row["hot_share"]),
-            "before, ms": "before_ms",
-            "premerged, ms": "after_ms",
-            "base alone, ms": "base_ms",
-            "ratio": "ratio",
-        }
-        yield frame.table("one step before and after premerging", self.rows, columns)
+        summary: dict[str, Any] = {}
+        for step in ("decode", "prefill"):
+            for name, share in (("hot", 1.0), ("cold", 0.0)):
+                ratios = (row["ratio"] for row in matching(self.rows, step=step, hot_share=share))
+                summary[f"{step}_{name}"] = max(ratios, default=None)
+        return summary
 
     def draw(self) -> Iterable[Path]:
-        return [draw_sweep(self.rows, self.plot)] if self.plot and self.rows else []
+        if not self.plot:
+            return []
+        path = self.plot / "premerge.png"
+        labels = "share of requests for the hot adapter", "time of a step, premerged over before"
+        with frame.figure(path, *labels, size=(6, 3.5)) as plot:
+            for step, dtype in dict.fromkeys((row["step"], row["dtype"]) for row in self.rows):
+                chosen = matching(self.rows, step=step, dtype=dtype)
+                shares, ratios = ([row[key] for row in chosen] for key in ("hot_share", "ratio"))
+                plot.plot(shares, ratios, "o-", label=f"{step}, {dtype}")
+            plot.axhline(1.0, color="grey", linewidth=1)
+        return [path]
 
 
 def premerged(checkpoint: Checkpoint) -> Checkpoint:
@@ -137,32 +125,3 @@ def premerged(checkpoint: Checkpoint) -> Checkpoint:
         readers = {name: lambda name=name: read(name) for name in cold}
         premerge(checkpoint.folder, config, shape, read(hot), readers, out)
     return Checkpoint(out / "model", out / "adapters", checkpoint.sizes)
-
-
-def adapters_of(requests: int, share: float, cold: int) -> list[int]:
-    """Return the adapter of each request: 0 for the hot adapter, else 1 to `cold` in turn.
-
-    share: share of the requests that use the hot adapter.
-    """
-    hot = round(requests * share)
-    return [0] * hot + [1 + i % cold for i in range(requests - hot)]
-
-
-def draw_sweep(rows: Sequence[Row], folder: Path) -> Path:
-    """Draw each step's time after premerging, divided by its time before. Return the file."""
-    from matplotlib.figure import Figure
-
-    folder.mkdir(parents=True, exist_ok=True)
-    figure = Figure(figsize=(6, 3.5), layout="constrained")
-    plot = figure.subplots()
-    for step, dtype in dict.fromkeys((row["step"], row["dtype"]) for row in rows):
-        chosen = [row for row in rows if (row["step"], row["dtype"]) == (step, dtype)]
-        shares, ratios = ([row[key] for row in chosen] for key in ("hot_share", "ratio"))
-        plot.plot(shares, ratios, "o-", label=f"{step}, {dtype}")
-    plot.axhline(1.0, color="grey", linewidth=1)
-    plot.set_xlabel("share of requests for the hot adapter")
-    plot.set_ylabel("time of a step, premerged over before")
-    plot.legend(fontsize=7)
-    path = folder / "premerge.png"
-    figure.savefig(path, dpi=120)
-    return path

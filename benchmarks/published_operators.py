@@ -22,6 +22,7 @@ from vlora.atmm.types import LoraPair, Segment
 Apply = Callable[[torch.Tensor, torch.Tensor, Sequence[Segment], LoraGroup], None]
 """Function of y, x, segments and group that adds the LoRA products to y."""
 
+Pairs = Sequence[LoraPair | None]
 SGMV_ROWS = 16
 """Minimum number of rows of a segment for which Punica uses one matrix product (SGMV). Smaller
 segments use gathered weights (BGMV)."""
@@ -80,29 +81,22 @@ _CONVERTED: dict[int, tuple[LoraPair, LoraPair]] = {}
 """(Stored pair, converted pair) by the id of the stored A, which the entry keeps alive."""
 
 
-class _FastPairs:
-    """Pairs of one target, indexed by slot, in the type that this CPU multiplies fastest."""
-
-    def __init__(self, group: LoraGroup, pairs: Sequence[LoraPair | None]) -> None:
-        self._group = group
-        self._pairs = pairs
-
-    def __getitem__(self, slot: int) -> LoraPair | None:
-        stored = self._pairs[slot]
-        if stored is None:
-            return None
-        entry = _CONVERTED.get(id(stored.a))
-        if entry is None:
-            dtype = self._group.dtype if has_bf16_instructions() else torch.float32
-            factors = (factor.to(self._group.dtype).to(dtype) for factor in stored)
-            entry = _CONVERTED[id(stored.a)] = (stored, LoraPair(*factors))
-        return entry[1]
+def _fast(stored: LoraPair | None, dtype: torch.dtype) -> LoraPair | None:
+    """Return a pair in the type that this CPU multiplies fastest."""
+    if stored is None:
+        return None
+    if id(stored.a) not in _CONVERTED:
+        target = dtype if has_bf16_instructions() else torch.float32
+        pair = LoraPair(*(factor.to(dtype).to(target) for factor in stored))
+        _CONVERTED[id(stored.a)] = stored, pair
+    return _CONVERTED[id(stored.a)][1]
 
 
-def _columns(y: torch.Tensor, group: LoraGroup) -> Iterator[tuple[torch.Tensor, _FastPairs]]:
+def _columns(y: torch.Tensor, group: LoraGroup) -> Iterator[tuple[torch.Tensor, Pairs]]:
     """Yield, for each target of the group, its columns of y and its pairs by slot."""
     columns = torch.split(y, list(group.d_outs), dim=1)
-    return zip(columns, [_FastPairs(group, pairs) for pairs in group.pairs], strict=True)
+    for own, pairs in zip(columns, group.pairs, strict=True):
+        yield own, [_fast(pair, group.dtype) for pair in pairs]
 
 
 def _apply_segment(
@@ -114,7 +108,7 @@ def _apply_segment(
 
 
 def _gathered(
-    segments: Sequence[Segment], pairs: _FastPairs, x: torch.Tensor
+    segments: Sequence[Segment], pairs: Pairs, x: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Yield, for at most GATHERED_ROWS rows at a time, their indices [n] and their weights.
 

@@ -7,15 +7,14 @@ of the fastest round, which was not interrupted: it is shorter than a time slice
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from rich.console import RenderableType
 
-from benchmarks import frame
-from benchmarks.frame import Bar, Row, ThreadedBenchmark, at_least
+from benchmarks.frame import Row, ThreadedBenchmark
+from benchmarks.gpu_device import discard
 from benchmarks.machine import DTYPES, timed_with_rates
 from vlora.device import host_memory
 from vlora.kernels.formats import Format
@@ -32,19 +31,19 @@ class Quantized(ThreadedBenchmark):
     """Fraction of the roofline of each type. A cell is a number of rows of x."""
 
     name = "quantized"
-    bars: ClassVar[Mapping[str, Bar]] = {
-        f"{kind}_{rows}": at_least(0.65) for kind in ("int8", "int4-32") for rows in SUMMARY_ROWS
+    bars: ClassVar = {
+        f"{kind}_{rows}": "≥ 0.65" for kind in ("int8", "int4-32") for rows in SUMMARY_ROWS
     }
 
-    def prepare(self) -> None:
-        super().prepare()
-        self._shape = self.values["width"], self.values["depth"]
-        self._weights: dict[str, list[Matrix]] = {}
+    shown: ClassVar = {"products": "rows type us limit_us share_of_limit noise"}
 
     def cells(self) -> Sequence[int]:
         self.status("drawing weights")
-        for kind in self.values["types"]:
-            self._weights[kind] = _matrices(kind, *self._shape, self.values["mib"] << 20)
+        self._shape = self.values["width"], self.values["depth"]
+        self._weights = {
+            kind: _matrices(kind, *self._shape, self.values["mib"] << 20)
+            for kind in self.values["types"]
+        }
         rows: Sequence[int] = self.values["rows"]
         return rows
 
@@ -52,6 +51,8 @@ class Quantized(ThreadedBenchmark):
         self.status(f"{cell} rows")
         width, depth = self._shape
         x, out = torch.randn(cell, depth), torch.empty(cell, width)
+        rounds, budget = (3, 0.05) if self.quick else (25, 2.0)
+        options = {"rounds": rounds, "warm": False, "lead": True, "budget": budget}
         for peak_type in ("fp32", "bf16"):
             chosen = {
                 kind: _next_product(matrices, x, out)
@@ -59,30 +60,15 @@ class Quantized(ThreadedBenchmark):
                 if ("bf16" in kind) == (peak_type == "bf16")
             }
             timings, rates = timed_with_rates(
-                chosen,
-                peak_type,
-                MULTIPLY_ROUNDS,
-                READ_BYTES,
-                rounds=3 if self.quick else 25,
-                warm=False,
-                lead=True,
-                budget=0.05 if self.quick else 2.0,
+                chosen, peak_type, MULTIPLY_ROUNDS, READ_BYTES, **options
             )
             for kind, timing in timings.items():
-                seconds, limit = min(timing.samples), None
-                if rates.reads:
-                    limit = max(
-                        2.0 * cell * width * depth / max(rates.peaks),
-                        matrix_bytes(kind, width, depth) / max(rates.reads),
-                    )
-                yield {
-                    "rows": cell,
-                    "type": kind,
-                    "us": round(seconds * 1e6, 1),
-                    "limit_us": limit and round(limit * 1e6, 1),
-                    "share_of_limit": limit and round(limit / seconds, 3),
-                    "noise": round(timing.noise, 3),
-                }
+                seconds = min(timing.samples)
+                multiplying = 2.0 * cell * width * depth / max(rates.peaks)
+                reading = matrix_bytes(kind, width, depth) / max(rates.reads)
+                limit = max(multiplying, reading)
+                figures = {"us": seconds * 1e6, "limit_us": limit * 1e6, "noise": timing.noise}
+                yield {"rows": cell, "type": kind, "share_of_limit": limit / seconds, **figures}
 
     def summarize(self) -> dict[str, Any]:
         return {
@@ -91,25 +77,11 @@ class Quantized(ThreadedBenchmark):
             if row["rows"] in SUMMARY_ROWS and str(row["type"]).startswith("int")
         }
 
-    def tables(self) -> Iterable[RenderableType]:
-        by_rows = [
-            {"rows": rows} | {row["type"]: row for row in group}
-            for rows, group in itertools.groupby(self.rows, key=lambda row: row["rows"])
-        ]
-        columns: dict[str, Any] = {"rows": "rows"} | {
-            kind: lambda row, kind=kind: f"{row[kind]['us']:.0f} ({row[kind]['share_of_limit']})"
-            for kind in self.values["types"]
-        }
-        title = "µs of a product, and (in parentheses) the fraction of the roofline"
-        yield frame.table(title, [row for row in by_rows if len(row) == len(columns)], columns)
-
 
 def matrix_bytes(kind: str, width: int, depth: int) -> int:
     """Return the size in bytes of a matrix in one of the grid's types."""
     form = _format(kind)
-    return (
-        width * depth * DTYPES[kind].itemsize if form is None else form.matrix_bytes(width, depth)
-    )
+    return form.matrix_bytes(width, depth) if form else width * depth * DTYPES[kind].itemsize
 
 
 def _format(kind: str) -> Format | None:
@@ -117,9 +89,7 @@ def _format(kind: str) -> Format | None:
     name = kind.removesuffix(" bf16")
     if name == "int8":
         return Format(8, None)
-    if not name.startswith("int4"):
-        return None
-    return Format(4, int(name.removeprefix("int4-")), zeros=True)
+    return Format(4, int(name[5:]), zeros=True) if name.startswith("int4-") else None
 
 
 def _matrices(kind: str, width: int, depth: int, size: int) -> list[Matrix]:
@@ -148,8 +118,4 @@ def _next_product(
 ) -> Callable[[], None]:
     """Return a function. Each call multiplies x by the next of the matrices, in a cycle."""
     cycle = itertools.cycle(matrices)
-
-    def product() -> None:
-        next(cycle)(x, out=out)
-
-    return product
+    return lambda: discard(next(cycle)(x, out=out))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from unittest.mock import patch
 
 import numpy as np
 
+from benchmarks.driver import Driver, DriverRequest, Outcome
 from benchmarks.llava import Checkpoint, prompt
 from benchmarks.models import ENGINE_NAMES
 from benchmarks.published_operators import OPERATORS, POLICY_OF_SYSTEM, use_operator
@@ -119,138 +119,52 @@ class Workload:
         return [self.skew, *[rest] * (self.adapters - 1)]
 
 
-_request_numbers = itertools.count()
-
-
 @dataclass
 class Replay:
-    """Times and counts of one replay. Times are in seconds from its start.
+    """Times and counts of one replay, in seconds.
 
-    arrival, first, end: times of arrival, first token and end, by request.
-    tokens: number of tokens of all answers.
+    outcome: times of the requests, from their arrival.
     modes: total duration of the steps, by mode.
     errors: relative error of each step's predicted time; empty for a simulation.
     adapter_share: share of the steps' total time that adapters cost; None for a measured replay.
     """
 
-    arrival: dict[str, float] = field(default_factory=dict)
-    first: dict[str, float] = field(default_factory=dict)
-    end: dict[str, float] = field(default_factory=dict)
-    tokens: int = 0
-    steps: int = 0
+    outcome: Outcome = field(default_factory=Outcome)
     switches: int = 0
     merges: int = 0
-    switch_seconds: float = 0.0
     modes: dict[str, float] = field(default_factory=dict)
-    errors: list[float] = field(default_factory=list)
+    errors: Sequence[float] = ()
     adapter_share: float | None = None
 
     @property
     def token_latency(self) -> float:
         """Average token latency (§6.1): the sum of all end-to-end times divided by all tokens."""
-        return sum(self.end[i] - self.arrival[i] for i in self.end) / self.tokens
+        return self.outcome.token_latency
 
     def as_row(self) -> dict[str, Any]:
-        latencies = [self.end[i] - self.arrival[i] for i in self.end]
-        first_tokens = [self.first[i] - self.arrival[i] for i in self.first]
-        p50, p95, p99 = (float(np.percentile(latencies, q)) for q in (50, 95, 99))
-        span = max(self.end.values()) - min(self.arrival.values())
         return {
-            "token_latency_ms": round(self.token_latency * 1e3, 3),
-            "p50_s": round(p50, 4),
-            "p95_s": round(p95, 4),
-            "p99_s": round(p99, 4),
-            "first_token_s": round(fmean(first_tokens), 4),
-            "requests_per_s": round(len(latencies) / span, 4),
-            "tokens_per_s": round(self.tokens / span, 2),
-            "steps": self.steps,
+            "token_latency_ms": self.token_latency * 1e3,
+            "first_token_s": fmean(self.outcome.first),
+            "requests_per_s": len(self.outcome.end) / self.outcome.span,
             "switches": self.switches,
             "merges": self.merges,
-            "switch_s": round(self.switch_seconds, 4),
-            "mode_s": {mode: round(seconds, 3) for mode, seconds in sorted(self.modes.items())},
-            "prediction_error": round(median(self.errors), 4) if self.errors else None,
+            "mode_s": self.modes,
+            "prediction_error": median(self.errors) if self.errors else None,
         }
 
 
-def replay_measured(
-    engine: Engine, checkpoint: Checkpoint, trace: Sequence[TracedRequest], policy: Policy
-) -> Replay:
-    """Run a trace in real time on the calling thread, and return its times and counts.
-
-    Prompts are prepared before the clock starts. While the engine is idle, the clock jumps to the
-    next arrival.
-    """
-    arrivals = [(traced.at, _prepare(engine, checkpoint, traced)) for traced in trace]
-    engine.scheduler.policy = policy
-    engine.switcher.switch(BASE)
-    before = engine.stats()
-    replay = Replay()
-    start = time.monotonic()
-    index = 0
-    while index < len(arrivals) or not engine.idle:
-        now = time.monotonic() - start
-        while index < len(arrivals) and arrivals[index][0] <= now:
-            at, state = arrivals[index]
-            replay.arrival[state.sequence.id] = at
-            engine.add(state, start + at)
-            index += 1
-        if engine.idle:
-            start -= max(0.0, arrivals[index][0] - now)
-            continue
-        outputs = engine.step()
-        now = time.monotonic() - start
-        for output in outputs:
-            assert output.error is None, output.error
-            replay.first.setdefault(output.request_id, now)
-            replay.tokens += len(output.token_ids)
-            if output.finished:
-                replay.end[output.request_id] = now
-    after = engine.stats()
-    for name in ("steps", "switches", "merges", "switch_seconds"):
-        setattr(replay, name, getattr(after, name) - getattr(before, name))
-    replay.modes = {
-        mode: seconds - before.mode_seconds.get(mode, 0.0)
-        for mode, seconds in after.mode_seconds.items()
-    }
-    replay.errors = list(engine.costs.corrections.errors)[-replay.steps :]
-    return replay
-
-
-def _prepare(engine: Engine, checkpoint: Checkpoint, traced: TracedRequest) -> Any:
-    number, names = next(_request_numbers), checkpoint.adapter_names
-    params = SamplingParams(temperature=0.0, max_tokens=traced.limit, ignore_eos=True)
-    text = prompt(traced.prompt - 1, number, checkpoint.sizes)
-    adapter = names[traced.adapter % len(names)]
-    state = engine.prepare(Request(f"replay-{number}", text, params, adapter=adapter))
-    # The answer ends after this many tokens, as if the model had generated end-of-text.
-    state.sequence.max_tokens = traced.output
-    return state
-
-
-def replay_simulated(
-    trace: Sequence[TracedRequest],
-    budgets: Budgets,
-    pages: int,
-    block: int,
-    costs: CostModel,
-    policy: Callable[[CostModel], Policy],
-) -> Replay:
-    """Run a trace in the time that the cost model predicts.
+class Simulation:
+    """Run of a trace in the time that the cost model predicts.
 
     pages, block: number of KV pages, and number of tokens per page.
     policy: returns the policy for the simulation's cost model.
     """
-    return _Simulation(trace, budgets, PagePool(pages), block, costs, policy).run()
-
-
-class _Simulation:
-    """Scheduler and pages of a simulation, in which a step takes its predicted time."""
 
     def __init__(
         self,
         trace: Sequence[TracedRequest],
         budgets: Budgets,
-        pool: PagePool,
+        pages: int,
         block: int,
         costs: CostModel,
         policy: Callable[[CostModel], Policy],
@@ -258,7 +172,7 @@ class _Simulation:
         self._trace = trace
         self._costs = replace(costs, merged_slot=lambda: self._merged)
         self._free_costs = without_adapters(self._costs)
-        self._pool, self._block = pool, block
+        self._pool, self._block = PagePool(pages), block
         self._scheduler = Scheduler(budgets, policy(self._costs))
         self._live = self._merged = BASE
         """Slots of the live adapter, and of the adapter whose merged weights exist. Switching to
@@ -284,6 +198,7 @@ class _Simulation:
                 self._switch(plan.live)
             self._step(plan)
         self._replay.adapter_share = self._adapter_seconds / sum(self._replay.modes.values())
+        self._replay.outcome.span = self._now - self._trace[0].at
         return self._replay
 
     def _add(self, request_id: str, traced: TracedRequest) -> None:
@@ -297,25 +212,22 @@ class _Simulation:
         )
         sequence.arrival = traced.at
         self._output_lengths[request_id] = traced.output
-        self._replay.arrival[request_id] = traced.at
         self._scheduler.add(sequence)
 
     def _switch(self, live: int) -> None:
         seconds = self._costs.switch(self._live, live)
         self._replay.switches += 1
         self._replay.merges += live not in (BASE, self._merged)
-        self._replay.switch_seconds += seconds
         self._now += seconds
         self._live = live
         if live != BASE:
             self._merged = live
 
     def _step(self, plan: StepPlan) -> None:
-        replay, live = self._replay, self._live
+        replay, outcome, live = self._replay, self._replay.outcome, self._live
         seconds = self._costs.predict(plan.parts, live)
         self._now += seconds
         self._adapter_seconds += seconds - self._free_costs.predict(plan.parts, live)
-        replay.steps += 1
         mode = plan.mode.value
         replay.modes[mode] = replay.modes.get(mode, 0.0) + seconds
         running = {sequence.id: sequence for sequence in self._scheduler.running}
@@ -325,10 +237,12 @@ class _Simulation:
             if not chunk.completes:
                 continue
             sequence.tokens.append(0)
-            replay.tokens += 1
-            replay.first.setdefault(sequence.id, self._now)
+            outcome.tokens += 1
+            seconds = self._now - sequence.arrival
+            if sequence.output_length == 1:
+                outcome.first.append(seconds)
             if sequence.output_length == self._output_lengths[sequence.id]:
-                replay.end[sequence.id] = self._now
+                outcome.end.append(seconds)
                 self._scheduler.remove(sequence)
 
 
@@ -339,14 +253,9 @@ def fork(costs: CostModel) -> CostModel:
 
 def without_adapters(costs: CostModel) -> CostModel:
     """Return a copy of a cost model in which adapters cost nothing."""
-    profile = replace(
-        costs.profile,
-        lora_calls=0.0,
-        adapter_element=0.0,
-        adapter_element_row=0.0,
-        merge=(0.0, 0.0),
-    )
-    return replace(costs, profile=profile)
+    free: dict[str, Any] = {"lora_calls": 0.0, "merge": (0.0, 0.0)}
+    free |= {"adapter_element": 0.0, "adapter_element_row": 0.0}
+    return replace(costs, profile=replace(costs.profile, **free))
 
 
 def resident_adapter(slot: int) -> AdapterHandle | None:
@@ -361,16 +270,14 @@ def resident_adapter(slot: int) -> AdapterHandle | None:
 class PolicyEngine:
     """A calibrated engine that replays traces with any policy."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: str, **options: Any) -> None:
+    def __init__(self, checkpoint: Checkpoint, dtype: str) -> None:
         self.checkpoint = checkpoint
         self.options = Options(
-            model=checkpoint.folder,
-            adapters=checkpoint.adapters,
-            dtype=ENGINE_NAMES[dtype],
-            **options,
+            model=checkpoint.folder, adapters=checkpoint.adapters, dtype=ENGINE_NAMES[dtype]
         )
         self.engine = Engine(self.options)
         self.engine.calibrate(force=True)
+        self._driver, self._numbers = Driver(self.engine), itertools.count()
         # At this point, the slot of each adapter is its index. Replays may change the slots.
         slots, costs = range(len(checkpoint.adapter_names)), self.engine.costs
         self._sizes = [costs.sizes(slot) for slot in slots]
@@ -379,12 +286,37 @@ class PolicyEngine:
     def measure(self, name: str, trace: Sequence[TracedRequest]) -> Replay:
         """Replay a trace in real time with a policy, or with a system's policy and operator."""
         if name not in OPERATORS:
-            return replay_measured(self.engine, self.checkpoint, trace, self._policy(name))
+            return self._measure(self._policy(name), trace)
         # The cost model of our operator must not learn from the times of another operator.
         costs = fork(self.engine.costs)
         with use_operator(OPERATORS[name]), patch.object(self.engine, "costs", costs):
-            policy = self._policy(name, costs)
-            return replay_measured(self.engine, self.checkpoint, trace, policy)
+            return self._measure(self._policy(name, costs), trace)
+
+    def _measure(self, policy: Policy, trace: Sequence[TracedRequest]) -> Replay:
+        engine, names = self.engine, self.checkpoint.adapter_names
+        engine.scheduler.policy = policy
+        engine.switcher.switch(BASE)
+        requests = [
+            DriverRequest(
+                prompt(traced.prompt - 1, next(self._numbers), self.checkpoint.sizes),
+                names[traced.adapter % len(names)],
+                traced.output,
+                at=traced.at,
+                limit=traced.limit,
+            )
+            for traced in trace
+        ]
+        before = engine.stats()
+        outcome = self._driver.run(requests)
+        assert not outcome.failed
+        after = engine.stats()
+        modes = {
+            mode: seconds - before.mode_seconds.get(mode, 0.0)
+            for mode, seconds in after.mode_seconds.items()
+        }
+        errors = list(engine.costs.corrections.errors)[before.steps - after.steps :]
+        switches, merges = after.switches - before.switches, after.merges - before.merges
+        return Replay(outcome, switches, merges, modes, errors)
 
     def simulate(
         self, name: str, trace: Sequence[TracedRequest], *, free_adapters: bool = False
@@ -403,16 +335,15 @@ class PolicyEngine:
         if free_adapters:
             costs = without_adapters(costs)
         count = len(self.checkpoint.adapter_names)
-        if count:
-            trace = [replace(traced, adapter=traced.adapter % count) for traced in trace]
-        return replay_simulated(
+        trace = [replace(traced, adapter=traced.adapter % count) for traced in trace]
+        return Simulation(
             trace,
             Budgets(options.max_num_seqs, options.max_num_batched_tokens),
             options.kv_cache_tokens // options.block_size,
             options.block_size,
             costs,
             lambda simulated_costs: self._policy(name, simulated_costs),
-        )
+        ).run()
 
     def _policy(self, name: str, costs: CostModel | None = None) -> Policy:
         policy = POLICY_OF_SYSTEM.get(name, name)

@@ -25,14 +25,9 @@ from unittest.mock import patch
 from rich.console import RenderableType
 
 from benchmarks import frame, llava
-from benchmarks.frame import Bar, Row, ThreadedBenchmark, at_least, at_most, percent
-from benchmarks.machine import (
-    DTYPES,
-    Rates,
-    timed_with_rates,
-)
+from benchmarks.frame import Row, ThreadedBenchmark, matching, mean_of
+from benchmarks.machine import DTYPES, Rates, interleaved, medians, noises, timed_with_rates
 from benchmarks.models import MODEL_TYPES, ChunkWork, SyntheticModel, Work, step_work
-from benchmarks.timing import interleaved, rounded_mean
 from vlora.atmm import op
 from vlora.atmm.search.timing import Timing
 from vlora.kernels import ops
@@ -118,25 +113,24 @@ class Step(ThreadedBenchmark):
 
     name = "step"
     title = "fraction of the roofline by phase and type, and other figures of a step"
-    bars: ClassVar[Mapping[str, Bar]] = {
-        **{f"{phase}_{t}": at_least(0.7) for phase in ("decode", "prefill") for t in DTYPES},
+    bars: ClassVar = {
+        **{f"{phase}_{t}": "≥ 0.7" for phase in ("decode", "prefill") for t in DTYPES},
         **{
-            f"decode_{kind}_{rows}": at_least(0.65)
+            f"decode_{kind}_{rows}": "≥ 0.65"
             for kind in MODEL_TYPES
             if kind not in DTYPES
             for rows in (1, 4, 16)
         },
-        "lora_cost_1": at_most(1.05),
-        "lora_cost_16_over_bytes": at_most(1.1),
-        "elsewhere": at_most(0.08),
-        "repeated": at_most(1.0),
-        "python": at_most(0.03),
-        "busy_neighbour": at_most(2.3),
+        "lora_cost_1": "≤ 1.05",
+        "lora_cost_16_over_bytes": "≤ 1.1",
+        "elsewhere": "≤ 0.08",
+        "repeated": "≤ 1",
+        "python": "≤ 0.03",
+        "busy_neighbour": "≤ 2.3",
     }
 
     dtypes: frame.Types = "fp32,bf16"
     device: frame.Device = "cpu"
-    root: frame.Root = None
 
     def prepare(self) -> None:
         super().prepare()
@@ -154,24 +148,24 @@ class Step(ThreadedBenchmark):
     def measure(self, cell: list[StepCell]) -> Iterator[Row]:
         first = cell[0]
         self.status(f"loading {first.model}, {first.dtype}")
-        checkpoint = llava.make(llava.MODELS[first.model], self.root)
+        checkpoint = self.generated(first.model)
         typical = replace(first, phase="decode", rows=TYPICAL_ROWS, context=TYPICAL_CONTEXT)
         # The roofline of a GPU is measured before the model takes its memory.
         self.roofline(self.threads)
         model = model_for([*cell, typical], checkpoint, first.dtype, self.device)
-        tiny: SyntheticModel | None = None
-        if not self._on_gpu:
-            tiny = model_for(cell, llava.make(llava.tiny(checkpoint.sizes), self.root), first.dtype)
+        if self._on_gpu:
+            for step_cell in cell:
+                self.status(step_cell.name)
+                yield self._measure_step(step_cell, model, None)
+            return
+        tiny = model_for(cell, llava.make(llava.tiny(checkpoint.sizes), self.root), first.dtype)
         for step_cell in cell:
             self.status(step_cell.name)
             yield self._measure_step(step_cell, model, tiny)
-        if self._on_gpu:
-            return
         if first.model == self._cells[0].model:
-            self.status("a busy core")
+            self.status("a busy core, and memory")
             known = self._others["busy_neighbour"] or 0.0
             self._others["busy_neighbour"] = max(known, self._slow_down(typical, model))
-            self.status("memory")
             weights = {"weights": weights_mib(checkpoint.folder, first.dtype)}
             self._others[f"memory_mib_{first.dtype}"] = weights
 
@@ -199,7 +193,6 @@ class Step(ThreadedBenchmark):
             timings |= timed
             rates = Rates(rates.reads + own.reads, rates.peaks + own.peaks)
             shares |= {n: shares_of(step, 1 if self.quick else 3) for n, step in steps.items()}
-        roofline.remeasure_if_due()
         rate = rates.read or roofline.bandwidth(READ_BYTES, cold=True)
         peak = rates.peak or roofline.peak(peak_type)
         python = None if tiny is None else self._interpreter_seconds(cell, tiny)
@@ -226,28 +219,20 @@ class Step(ThreadedBenchmark):
         with spinning_process(max(os.sched_getaffinity(0))) as resumed:
             calls = {"undisturbed": step, "disturbed": resumed()(step)}
             timed = interleaved(calls, rounds=self._rounds, warm=False, budget=self._budget)
-        return round(timed["disturbed"].median / timed["undisturbed"].median, 3)
+        return timed["disturbed"].median / timed["undisturbed"].median
 
     def summarize(self) -> dict[str, Any]:
         return summarize(self.rows) | self._others
 
     def tables(self) -> Iterable[RenderableType]:
-        adapters = sorted({int(n) for row in self.rows for n in row["ms"] if n != EACH_CALL})
-        columns: dict[str, Any] = {"step": "cell", "limit ms": lambda row: row["limit_ms"]["0"]}
-        for n in map(str, adapters):
-            columns[f"{n} adapters ms"] = lambda row, n=n: row["ms"].get(n)
-        columns |= {"limit/time": "roofline", "each call ms": "each_call_ms"}
-        for part in PARTS:
-            columns[part] = lambda row, part=part: percent(row["shares"].get("0", {}).get(part))
-        columns["rest"] = lambda row: percent(elsewhere(row))
-        columns["python"] = lambda row: percent(row["python"], 1)
-        columns["noise"] = lambda row: f"±{row['noise']['0']:.0%}"
-        yield frame.table(
+        adapters = sorted({int(n) for row in self.rows for n in row["ms"]})
+        keys = ["cell limit_ms.0", *(f"ms.{n}" for n in adapters), "roofline each_call_ms"]
+        keys += [*(f"shares.0.{part}" for part in PARTS), "python noise.0"]
+        title = (
             "one step; the limit, limit/time and shares are the base model's; the shares are of a"
-            " step that makes each kernel call from Python",
-            self.rows,
-            columns,
+            " step that makes each kernel call from Python"
         )
+        yield frame.table(title, self.rows, " ".join(keys))
 
 
 def grid_cells(grid: Mapping[str, Any], dtypes: Sequence[str], *, quick: bool) -> list[StepCell]:
@@ -289,11 +274,11 @@ def row_of(
     rate, peak: bytes/s read from memory and flop/s of multiplications in the same rounds.
     interpreter: seconds that Python takes, None if not measured.
     """
-    adapters = [n for n in timings if n != EACH_CALL]
-    seconds = {n: timings[n].median for n in timings}
-    limits = {n: cell.work(int(n)).seconds(peak, rate) for n in adapters}
-    each_call = seconds.get(EACH_CALL)
-    base = cell.work(0).moved
+    timed = {n: timing for n, timing in timings.items() if n != EACH_CALL}
+    seconds = {n: timing.median for n, timing in timed.items()}
+    works = {n: cell.work(int(n)) for n in timed}
+    limits = {n: work.seconds(peak, rate) for n, work in works.items()}
+    each_call = timings[EACH_CALL].median if EACH_CALL in timings else None
     return {
         "phase": cell.phase,
         "model": cell.model,
@@ -301,18 +286,18 @@ def row_of(
         "rows": cell.rows,
         "context": cell.context,
         "cell": cell.name,
-        "ms": {n: round(seconds[n] * 1e3, 2) for n in adapters},
-        "limit_ms": {n: round(limits[n] * 1e3, 2) for n in adapters},
-        "roofline": round(limits["0"] / seconds["0"], 4),
-        "cost": {n: round(seconds[n] / seconds["0"], 4) for n in adapters},
-        "cost_by_bytes": {n: round(cell.work(int(n)).moved / base, 4) for n in adapters},
-        "noise": {n: round(timings[n].noise, 3) for n in adapters},
-        "shares": {n: {part: round(s, 4) for part, s in own.items()} for n, own in shares.items()},
-        "each_call_ms": each_call and round(each_call * 1e3, 2),
-        "repeated": each_call and round(seconds["0"] / each_call, 4),
-        "python": interpreter and round(interpreter / seconds["0"], 4),
-        "gflops": round(peak / 1e9, 1),
-        "gb_per_s": round(rate / 1e9, 1),
+        "ms": medians(timed, 1e3),
+        "limit_ms": {n: limit * 1e3 for n, limit in limits.items()},
+        "roofline": limits["0"] / seconds["0"],
+        "cost": {n: own / seconds["0"] for n, own in seconds.items()},
+        "cost_by_bytes": {n: work.moved / works["0"].moved for n, work in works.items()},
+        "noise": noises(timed),
+        "shares": shares,
+        "each_call_ms": each_call and each_call * 1e3,
+        "repeated": each_call and seconds["0"] / each_call,
+        "python": interpreter and interpreter / seconds["0"],
+        "gflops": peak / 1e9,
+        "gb_per_s": rate / 1e9,
     }
 
 
@@ -321,24 +306,23 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
 
     Quantized types have keys only if they were measured.
     """
-    decode = [row for row in rows if row["phase"] == "decode"]
+    decode = matching(rows, phase="decode")
     summary: dict[str, Any] = {}
     for phase, dtype in itertools.product(("decode", "prefill"), DTYPES):
-        chosen = [row for row in rows if (row["phase"], row["dtype"]) == (phase, dtype)]
-        summary[f"{phase}_{dtype}"] = rounded_mean((row["roofline"] for row in chosen), 4)
+        chosen = matching(rows, phase=phase, dtype=dtype)
+        summary[f"{phase}_{dtype}"] = mean_of(row["roofline"] for row in chosen)
     quantized = dict.fromkeys(row["dtype"] for row in decode if row["dtype"] not in DTYPES)
-    for dtype, rows_in_step in itertools.product(quantized, (1, 4, 16)):
-        chosen = [row for row in decode if (row["dtype"], row["rows"]) == (dtype, rows_in_step)]
-        shares = (row["roofline"] for row in chosen)
-        summary[f"decode_{dtype}_{rows_in_step}"] = rounded_mean(shares, 4)
+    for dtype, count in itertools.product(quantized, (1, 4, 16)):
+        chosen = matching(decode, dtype=dtype, rows=count)
+        summary[f"decode_{dtype}_{count}"] = mean_of(row["roofline"] for row in chosen)
     for n in ("1", "16"):
         costs = [(row["cost"][n], row["cost_by_bytes"][n]) for row in decode if n in row["cost"]]
-        summary[f"lora_cost_{n}"] = rounded_mean((cost for cost, _ in costs), 4)
-        summary[f"lora_cost_{n}_over_bytes"] = rounded_mean((a / b for a, b in costs), 4)
-    typical = [row for row in decode if row["rows"] == TYPICAL_ROWS]
-    summary["elsewhere"] = rounded_mean(map(elsewhere, typical), 4)
+        summary[f"lora_cost_{n}"] = mean_of(cost for cost, _ in costs)
+        summary[f"lora_cost_{n}_over_bytes"] = mean_of(a / b for a, b in costs)
+    typical = matching(decode, rows=TYPICAL_ROWS)
+    summary["elsewhere"] = mean_of(map(elsewhere, typical))
     for key in ("repeated", "python"):
-        summary[key] = rounded_mean((row[key] for row in typical), 4)
+        summary[key] = mean_of(row[key] for row in typical)
     return summary
 
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import random
 import select
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, ClassVar
 
@@ -22,13 +21,11 @@ from rich.console import RenderableType
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks import frame
-from benchmarks.frame import Bar, DemoBenchmark, Row, at_most
-from benchmarks.timing import median_or_nan
+from benchmarks.driver import Driver, DriverRequest
+from benchmarks.frame import DemoBenchmark, Row, medians_by, table
 from vlora.config import Limits, Options
 from vlora.engine.engine import Engine
 from vlora.model.tokenizer import Vocabulary
-from vlora.request import Request
 from vlora.sampling import SamplingParams
 from vlora.structured.grammar import Matcher
 from vlora.structured.grammars import Grammars, tokenizer_data
@@ -44,8 +41,9 @@ OBJECT = {
     "additionalProperties": False,
 }
 
+FREE = "free"
 STRUCTURES: Mapping[str, Mapping[str, Any]] = {
-    "free": {},
+    FREE: {},
     "everything": {"structured_outputs": {"regex": "(?s:.{4000})"}},
     "json": {"structured_outputs": {"json": {"type": "array", "items": OBJECT, "minItems": 400}}},
     "regex": {"structured_outputs": {"regex": "([a-z]{2,9} ){400}"}},
@@ -61,141 +59,96 @@ REPLY_SECONDS = 60.0
 """Time limit for one mask."""
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One load: requests that run together with the same structure.
-
-    vocabulary: number of tokens of a tokenizer that replaces the checkpoint's tokenizer. Then only
-        the grammar's process is measured. None for the checkpoint's tokenizer.
-    """
-
-    structure: str
-    requests: int
-    vocabulary: int | None = None
-
-
 @dataclass(kw_only=True)
 class Structured(DemoBenchmark):
-    """Times of the steps and tokens of constrained requests, and processor time of their masks."""
+    """Times of the steps and tokens of constrained requests, and processor time of their masks.
+
+    A cell is a structure, a number of requests that run together, and whether to measure only the
+    grammar's process, with a large tokenizer in place of the checkpoint's.
+    """
 
     name = "structured"
-    bars: ClassVar[Mapping[str, Bar]] = {"json_token_ratio": at_most(2.0)}
+    bars: ClassVar = {"json_token_ratio": "≤ 2"}
 
-    def prepare(self) -> None:
-        super().prepare()
-        self._engine: Engine | None = None
-        self._grammars: Grammars | None = None
-
-    def cells(self) -> Sequence[Cell]:
+    def cells(self) -> Sequence[tuple[str, int, bool]]:
+        size = self.values["vocabulary"]
+        self._grammars = grammars_of(make_tokenizer(size), size, Limits())
+        self.stack.callback(self._grammars.close)
+        self._driver = Driver(Engine(Options(model=self.model, merging="off")))
+        self.stack.callback(self._driver.close)
+        self.stack.callback(self._driver.engine.close)
+        for one in STRUCTURES.values():
+            run_load(self._driver, one, 2, 8)  # Warm up.
         loads = [
-            Cell(structure, requests)
+            (structure, requests, False)
             for requests in self.values["requests"]
             for _ in range(self.values["repeats"])
             for structure in STRUCTURES
         ]
-        most, tokens = max(self.values["requests"]), self.values["vocabulary"]
-        return loads + [Cell(name, most, tokens) for name in STRUCTURES if name != "free"]
+        most = max(self.values["requests"])
+        return loads + [(structure, most, True) for structure in STRUCTURES if structure != FREE]
 
-    def measure(self, cell: Cell) -> Iterator[Row]:
-        self.status(f"{cell.requests} requests, {cell.structure}")
-        row: Row = {"structure": cell.structure, "requests": cell.requests}
-        structure, tokens = STRUCTURES[cell.structure], self.values["tokens"]
-        if (size := cell.vocabulary) is not None:
-            if self._grammars is None:
-                self._grammars = grammars_of(make_tokenizer(size), size, Limits())
-            figures = measure_grammar(self._grammars, structure, cell.requests, tokens)
-            yield row | {"vocabulary": size} | figures
-            return
-        if self._engine is None:
-            self._engine = Engine(Options(model=self.model, merging="off"))
-            for one in STRUCTURES.values():
-                run_load(self._engine, one, 2, 8)  # Warm up.
-        yield row | run_load(self._engine, structure, cell.requests, tokens)
-
-    def _median(self, structure: str, requests: int, key: str) -> float:
-        return median_or_nan(
-            float(row[key])
-            for row in self.rows
-            if (row["structure"], row["requests"]) == (structure, requests) and key in row
-        )
+    def measure(self, cell: tuple[str, int, bool]) -> Iterator[Row]:
+        structure, requests, large = cell
+        self.status(f"{requests} requests, {structure}")
+        row: Row = {"structure": structure, "requests": requests}
+        raw, tokens = STRUCTURES[structure], self.values["tokens"]
+        if large:
+            figures = measure_grammar(self._grammars, raw, requests, tokens)
+            yield row | {"vocabulary": self.values["vocabulary"]} | figures
+        else:
+            yield row | run_load(self._driver, raw, requests, tokens)
 
     def summarize(self) -> dict[str, Any]:
         """Return the figures of the load with the most requests."""
         requests = max(row["requests"] for row in self.rows)
 
         def figure(structure: str, key: str) -> float:
-            return self._median(structure, requests, key)
+            return self.median(key, structure=structure, requests=requests)
 
-        free = figure("free", "token_ms")
-        ratios = {
-            f"{name}_token_ratio": round(figure(name, "token_ms") / free, 3)
-            for name in ("json", "regex", "everything")
-        }
         return {
             "json_mask_us": figure("json", "mask_us"),
             "json_mask_share": figure("json", "mask_share"),
             "large_vocabulary_json_mask_us": figure("json", "large_mask_us"),
-        } | ratios
+            **{
+                f"{name}_token_ratio": figure(name, "token_ms") / figure(FREE, "token_ms")
+                for name in ("json", "regex", "everything")
+            },
+        }
 
     def tables(self) -> Iterable[RenderableType]:
-        keys = ("step_ms", "token_ms", "mask_us", "mask_share", "held_share")
-        loads = [
-            {"load": f"{requests} {structure}"}
-            | {key: self._median(structure, requests, key) for key in keys}
-            for requests in self.values["requests"]
-            for structure in STRUCTURES
-        ]
+        loads = medians_by([r for r in self.rows if "step_ms" in r], "requests", "structure")
         title = "medians over the repeats; masks of all requests as a share of a step"
-        columns = {"requests, structure": "load"} | {key.replace("_", ", "): key for key in keys}
-        yield frame.table(title, loads, columns)
-        size = self.values["vocabulary"]
-        title = f"processor times and private memory of a grammar's process with {size} tokens"
+        keys = "requests structure step_ms token_ms mask_us mask_share"
+        yield table(title, loads, keys)
+        title = "processor times and private memory of a grammar's process, large vocabulary"
+        keys = "structure vocabulary compile_ms large_mask_us"
         large = [row for row in self.rows if "vocabulary" in row]
-        keys = ("structure", "compile_ms", "first_mask_us", "large_mask_us", "highest_mask_us")
-        columns = {key.replace("_", " "): key for key in (*keys, "memory_mib")}
-        yield frame.table(title, large, columns)
-
-    def close(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
-            self._engine.adapters.close()
-        if self._grammars is not None:
-            self._grammars.close()
+        yield table(title, large, f"{keys} memory_mib")
 
 
-def run_load(engine: Engine, structure: Mapping[str, Any], requests: int, tokens: int) -> Row:
+def run_load(driver: Driver, structure: Mapping[str, Any], requests: int, tokens: int) -> Row:
     """Run one load to its end and return its times.
 
     These are the median of the steps, the duration of the run per generated token, the mean
     processor time of a mask (`mask_us`), and the number of rows that waited for their mask per
     generated token (`held_share`).
     """
-    raw = {"temperature": 0.8, "max_tokens": tokens, **structure}
-    params = replace(SamplingParams.parse(raw), ignore_eos=True)
-    states = [
-        engine.prepare(Request(f"r{i}", "<s>what is in the picture?", replace(params, seed=i)))
+    text = "<s>what is in the picture?"
+    load = [
+        DriverRequest(text, None, tokens, sampling={"temperature": 0.8, "seed": i, **structure})
         for i in range(requests)
     ]
-    before = engine.stats()
-    steps: list[float] = []
-    started = time.perf_counter()
-    for index, state in enumerate(states):
-        engine.add(state, float(index))
-    while not engine.idle:
-        step_started = time.perf_counter()
-        outputs = engine.step()
-        steps.append(time.perf_counter() - step_started)
-        errors = [output.error for output in outputs if output.error is not None]
-        assert not errors, errors
-    span, after = time.perf_counter() - started, engine.stats()
-    drawn = after.generated_tokens - before.generated_tokens
+    before = driver.engine.stats()
+    outcome = driver.run(load)
+    assert not outcome.failed
+    after, step = driver.engine.stats(), median(outcome.steps)
     mask = (after.mask_seconds - before.mask_seconds) / max(1, after.masks - before.masks)
     return {
-        "step_ms": round(median(steps) * 1e3, 4),
-        "token_ms": round(span / drawn * 1e3, 4),
-        "mask_us": round(mask * 1e6, 2),
-        "mask_share": round(mask * requests / median(steps), 4),
-        "held_share": round((after.rows_held - before.rows_held) / drawn, 4),
+        "step_ms": step * 1e3,
+        "token_ms": outcome.span / outcome.tokens * 1e3,
+        "mask_us": mask * 1e6,
+        "mask_share": mask * requests / step,
     }
 
 
@@ -265,11 +218,9 @@ def measure_grammar(
     rng = np.random.default_rng(seed)
     grammar = grammars.acquire(wanted)
     matchers: Sequence[Matcher] = [grammar.open() for _ in range(answers)]
-    first: list[float] = []
     later: list[float] = []
     for matcher in matchers:
         settle(matcher)
-        first.append(matcher.seconds)
     for _ in range(tokens):
         for matcher in matchers:
             if not matcher.stopped:
@@ -280,9 +231,7 @@ def measure_grammar(
     memory = psutil.Process(grammar.process).memory_full_info().uss
     grammars.release(wanted, grammar)
     return {
-        "compile_ms": round(grammar.compile_seconds * 1e3, 2),
-        "first_mask_us": round(median(first) * 1e6, 1),
-        "large_mask_us": round(median(later) * 1e6, 1),
-        "highest_mask_us": round(max(first + later) * 1e6, 1),
-        "memory_mib": round(memory / 2**20, 1),
+        "compile_ms": grammar.compile_seconds * 1e3,
+        "large_mask_us": median(later) * 1e6,
+        "memory_mib": memory / 2**20,
     }

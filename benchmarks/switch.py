@@ -11,24 +11,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
-from rich.console import RenderableType
 
-from benchmarks import frame, llava
-from benchmarks.frame import Bar, Benchmark, Row, at_least, at_most, below, percent
-from benchmarks.gpu_timing import discard
-from benchmarks.machine import DTYPES, Roofline, set_threads, timed_with_rates
+from benchmarks import frame
+from benchmarks.frame import Benchmark, Row, matching, mean_of
+from benchmarks.machine import DTYPES, Roofline, medians, noises, set_threads, timed_with_rates
+from benchmarks.merges import MergeModel, addmm_calls
 from benchmarks.models import SyntheticModel
-from benchmarks.timing import medians_in, noises, rounded_mean
 from vlora.adapters.files import Adapter, AdapterInfo
 from vlora.atmm import op
 from vlora.atmm.groups import LoraGroup
 from vlora.atmm.segments import signed_segments
-from vlora.atmm.types import CopiedPart, LoraPair, Merges, MergeUpdate, Segment, Segments
+from vlora.atmm.types import LoraPair, Merges, Segment, Segments
 from vlora.device import host_memory
 from vlora.ids import BASE, MatrixId, order_of
 from vlora.model.switcher import Switcher
@@ -36,19 +34,12 @@ from vlora.weights.slab import ATTENTION, GROUPS, TARGETS, WeightSlab
 
 READ_BYTES, MULTIPLY_ROUNDS = 256 << 20, 5_000_000
 """Work of the microbenchmarks in each round."""
-MERGES = ("atmm", "atmm_in_place", "addmm", "copy")
 MAX_ADDMM_SECONDS = 2.0
 """Maximum duration of torch's merge. A slower one is left out: without bf16 instructions, torch
 takes minutes in bf16."""
-CHANGES: tuple[tuple[str, int, bool], ...] = (
-    ("unmerged → merged", 0, True),
-    ("merged, no change", 0, True),
-    ("merged → another merged", 1, True),
-    ("merged → mixture", 1, False),
-    ("merged → unmerged", BASE, False),
-    ("unmerged, no change", BASE, False),
-)
-"""One round of changes as (name, index of the live adapter or BASE, whether all rows use it)."""
+TO_MERGED, UNCHANGED, TO_ANOTHER = "unmerged → merged", "merged, no change", "merged → another"
+CHANGES = ((TO_MERGED, 0), (UNCHANGED, 0), (TO_ANOTHER, 1), ("merged → unmerged", BASE))
+"""One round of changes as (name, index of the live adapter or BASE)."""
 SPARE_POSITIONS = 64
 """Number of positions in the pages beyond those that the requests need."""
 UNMERGES = 200
@@ -60,38 +51,6 @@ HOT_ROWS, MIN_CALLS, MAX_CALLS = 512, 4, 64
 call loads the adapter into the caches, from which the other calls read it."""
 
 
-@dataclass(frozen=True)
-class MergeModel:
-    """Layers whose targets have shapes (d_out, d_in), and an adapter of all targets with one rank.
-
-    copied: shapes of the matrices that are fused with targets without being targets. Merging copies
-        them.
-    """
-
-    name: str
-    layers: int
-    targets: tuple[tuple[int, int], ...]
-    rank: int
-    dtype: str
-    copied: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def elements(self) -> int:
-        shapes = (*self.targets, *self.copied)
-        return self.layers * sum(d_out * d_in for d_out, d_in in shapes)
-
-    @property
-    def flops(self) -> int:
-        return 2 * self.rank * self.layers * sum(d_out * d_in for d_out, d_in in self.targets)
-
-    @property
-    def moved_bytes(self) -> int:
-        """Bytes read (W, and A and B in fp32) and written (M, copied parts included)."""
-        size = DTYPES[self.dtype].itemsize
-        factors = sum(4 * (d_out + d_in) for d_out, d_in in self.targets)
-        return 2 * size * self.elements + self.layers * self.rank * factors
-
-
 @dataclass(kw_only=True)
 class Switch(Benchmark):
     """Times of merges, and delays that requests see.
@@ -101,18 +60,29 @@ class Switch(Benchmark):
 
     name = "switch"
     title = "merges: geometric means over models and thread counts"
-    bars: ClassVar[Mapping[str, Bar]] = {
-        "unmerge_us": below(100),
-        "merge_vs_limit": at_least(0.77),
-        "merge_vs_limit_bf16": at_least(0.77),
-        "delora_error_decode": at_most(0.15),
-        "delora_error_prefill": at_most(0.15),
+    bars: ClassVar = {
+        "unmerge_us": "< 100",
+        "merge_vs_limit": "≥ 0.77",
+        "merge_vs_limit_bf16": "≥ 0.77",
+        "delora_error_decode": "≤ 0.15",
+        "delora_error_prefill": "≤ 0.15",
+    }
+    shown: ClassVar = {
+        "M = W + B·A of all layers in one call": (
+            "model layers rank dtype threads ms.atmm ms.addmm noise.atmm vs_addmm"
+            " limit_ms roofline mbytes"
+        ),
+        "time between two tokens of a decoding request": "change dtype p50_ms p99_ms",
+        "LoRA in one step: deLoRA's time over unmerged's": (
+            f"phase starved requests ms.{UNMERGED} ms.{MIXTURE} ratio predicted_ratio"
+        ),
+        "base weights after merging and unmerging in place (out of place they never change)": (
+            "in_place switches largest changed"
+        ),
     }
 
     threads: frame.ThreadCounts = "1,2"
     dtypes: frame.Types = "fp32,bf16"
-    plot: frame.PlotFolder = None
-    root: frame.Root = None
 
     def prepare(self) -> None:
         super().prepare()
@@ -135,6 +105,7 @@ class Switch(Benchmark):
             self.status(f"merging, {part.name}")
             yield measure_merge(part, setting, self.roofline(setting), 3 if self.quick else 7)
         elif part == "changes":
+            self.status("a mode switch between two tokens")
             yield from self._measure_engine(setting)
         else:
             self.status("merging in place")
@@ -144,69 +115,24 @@ class Switch(Benchmark):
     def _measure_engine(self, dtype: str) -> Iterator[Row]:
         """Measure changes of mode and, in fp32, LoRA in mixture mode, on one engine."""
         grid, rounds = self.values["request"], "quick_rounds" if self.quick else "rounds"
-        self.status("a mode switch between two tokens")
-        checkpoint = llava.make(llava.MODELS[grid["model"]], self.root)
         positions = grid["requests"] * (grid["context"] + SPARE_POSITIONS)
+        checkpoint = self.generated(grid["model"])
         model = SyntheticModel(checkpoint, dtype, positions, grid["requests"])
         changes = list(measure_changes(grid, model, dtype, grid[rounds]))
         if dtype == "fp32":
-            self.status("deLoRA's work")
             mixture = self.values["mixture"]
             roofline = self.roofline(self._counts[-1])
             yield from measure_delora(mixture, model, roofline, mixture[rounds])
         yield from changes
 
     def summarize(self) -> dict[str, Any]:
-        unmerge = self._unmerge_us and round(self._unmerge_us, 2)
-        return summarize_merges(self.rows) | {"unmerge_us": unmerge} | summarize_modes(self.rows)
-
-    def tables(self) -> Iterable[RenderableType]:
-        merges: dict[str, Any] = {
-            "model": lambda row: f"{row['model']}, {row['layers']} layers",
-            "rank": "rank",
-            "type": "dtype",
-            "threads": "threads",
-            "MB": "mbytes",
-        }
-        for name in MERGES:
-            merges[f"{name} ms"] = lambda row, name=name: _with_noise(row, name)
-        merges |= {"limit ms": "limit_ms", "limit/time": "roofline", "addmm/time": "vs_addmm"}
-        yield frame.table("M = W + B·A of all layers in one call", _of(self.rows, "model"), merges)
-        changes = {"change between two tokens": "change", "type": "dtype"}
-        changes |= {"p50 ms": "p50_ms", "p99 ms": "p99_ms"}
-        title = "time between two tokens of a decoding request"
-        yield frame.table(title, _of(self.rows, "change"), changes)
-        delora: dict[str, Any] = {
-            "phase": "phase",
-            "starved": lambda row: f"{row['starved']} of {row['requests']}",
-            "unmerged ms": lambda row: row["ms"][UNMERGED],
-            "mixture ms": lambda row: row["ms"][MIXTURE],
-            "ratio": "ratio",
-            "predicted": "predicted_ratio",
-        }
-        title = "LoRA in one step: deLoRA's time over unmerged's"
-        yield frame.table(title, _of(self.rows, "phase"), delora)
-        drift: dict[str, Any] = {
-            "type": "in_place",
-            "switches": "switches",
-            "largest change": lambda row: f"{row['largest']:.1e}",
-            "weights changed": lambda row: percent(row["changed"], 1),
-        }
-        title = "base weights after merging and unmerging in place (out of place they never change)"
-        yield frame.table(title, _of(self.rows, "in_place"), drift)
-
-    def draw(self) -> Iterable[Path]:
-        rows = _of(self.rows, "phase")
-        return [draw_delora(rows, self.plot)] if self.plot and rows else []
+        merges = summarize_merges(self.rows)
+        return merges | {"unmerge_us": self._unmerge_us} | summarize_modes(self.rows)
 
 
 def _of(rows: Iterable[Row], key: str) -> list[Row]:
     """Return the rows of one part of the benchmark, which alone has this key."""
     return [row for row in rows if key in row]
-
-
-def _with_noise(row: Row, name: str) -> str | None:
-    return f"{row['ms'][name]:.2f} ±{row['noise_of'][name]:.0%}" if name in row["ms"] else None
 
 
 def merge_models(
@@ -226,31 +152,28 @@ def merge_models(
 
 @torch.inference_mode()
 def measure_merge(model: MergeModel, threads: int, roofline: Roofline, rounds: int) -> Row:
-    """Measure merging into a second slab, merging in place, torch.addmm per matrix, and a copy."""
+    """Measure merging into a second slab, and torch.addmm per matrix."""
     generator = torch.Generator().manual_seed(0)
     dtype = DTYPES[model.dtype]
     base = host_memory.hugepage_zeros(model.elements, dtype=dtype).normal_(generator=generator)
     merged = host_memory.hugepage_zeros(model.elements, dtype=dtype).copy_(base)
-    updates, copied = _updates(model, generator)
-    merges = Merges(updates, copied)
-    # addmm needs one type. As in dLoRA, A and B are rounded to that type once, at load.
-    matrices = [
-        (*(_matrix_of(slab, u) for slab in (base, merged)), u.pair.a.to(dtype), u.pair.b.to(dtype))
-        for u in updates
-    ]
+    updates, copied = model.draw(generator)
+    merges, products = Merges(updates, copied), addmm_calls(updates, base, merged)
 
     def addmm() -> None:
         for part in copied:
             merged[part.offset :][: part.size] = base[part.offset :][: part.size]
-        for source, target, a, b in matrices:
-            torch.addmm(source, b, a, out=target)
+        for product in products:
+            product()
 
-    calls = {
-        "atmm": lambda: op.merge(merged, base, merges),
-        "atmm_in_place": lambda: op.merge(merged, merged, merges),
-        "copy": lambda: discard(merged.copy_(base)),
-    }
-    if _addmm_seconds(matrices[0], model) < MAX_ADDMM_SECONDS:
+    calls: dict[str, Callable[[], None]] = {"atmm": lambda: op.merge(merged, base, merges)}
+    # A sixteenth of the first matrix shows how long all matrices would take.
+    d_out, d_in = model.targets[0]
+    rows = max(1, d_out // 16)
+    started = time.perf_counter()
+    addmm_calls(updates[:1], base, merged, rows)[0]()
+    seconds = (time.perf_counter() - started) * model.elements / (rows * d_in)
+    if seconds < MAX_ADDMM_SECONDS:
         calls["addmm"] = addmm
     options = {"rounds": rounds, "warm": False, "budget": 20.0}
     timings, rates = timed_with_rates(calls, "fp32", MULTIPLY_ROUNDS, READ_BYTES, **options)
@@ -258,57 +181,20 @@ def measure_merge(model: MergeModel, threads: int, roofline: Roofline, rounds: i
     # is the sum rounded once. (torch's addmm rounds B as well.)
     moved = ((model.moved_bytes, True),)
     limit = roofline.seconds(model.flops, moved, "fp32", rates.read, rates.peak)
-    roofline.remeasure_if_due()
-    seconds = {name: timing.median for name, timing in timings.items()}
+    seconds = timings["atmm"].median
     return {
         "model": model.name,
         "layers": model.layers,
-        "targets": model.targets,
-        "copied": model.copied,
         "rank": model.rank,
         "dtype": model.dtype,
         "mbytes": model.elements * dtype.itemsize >> 20,
         "threads": threads,
-        "limit_ms": round(limit * 1e3, 3),
-        "roofline": round(limit / seconds["atmm"], 4),
-        "vs_addmm": round(seconds["addmm"] / seconds["atmm"], 4) if "addmm" in seconds else None,
-        "ms": medians_in(timings, 1e3, 3),
-        "noise_of": noises(timings, 4),
+        "limit_ms": limit * 1e3,
+        "roofline": limit / seconds,
+        "vs_addmm": timings["addmm"].median / seconds if "addmm" in timings else None,
+        "ms": medians(timings, 1e3),
+        "noise": noises(timings),
     }
-
-
-def _updates(
-    model: MergeModel, generator: torch.Generator
-) -> tuple[list[MergeUpdate], list[CopiedPart]]:
-    """Return random factors for every target, and the parts that are copied."""
-    updates: list[MergeUpdate] = []
-    copied: list[CopiedPart] = []
-    offset = 0
-    for _ in range(model.layers):
-        for d_out, d_in in model.copied:
-            copied.append(CopiedPart(offset, d_out * d_in))
-            offset += d_out * d_in
-        for d_out, d_in in model.targets:
-            a = torch.randn(model.rank, d_in, generator=generator) / d_in**0.5
-            b = torch.randn(d_out, model.rank, generator=generator) * 1e-3
-            updates.append(MergeUpdate(offset, LoraPair(a, b)))
-            offset += d_out * d_in
-    return updates, copied
-
-
-def _addmm_seconds(matrix: Sequence[torch.Tensor], model: MergeModel) -> float:
-    """Return the estimated time of addmm on all matrices, from a slice of the first one."""
-    source, target, a, b = matrix
-    rows = max(1, len(source) // 16)
-    started = time.perf_counter()
-    torch.addmm(source[:rows], b[:rows], a, out=target[:rows])
-    return (time.perf_counter() - started) * model.elements / (rows * source.shape[1])
-
-
-def _matrix_of(slab: torch.Tensor, update: MergeUpdate) -> torch.Tensor:
-    """Return the matrix of a slab that the update changes, [d_out, d_in]."""
-    d_out, d_in = update.pair.b.shape[0], update.pair.a.shape[1]
-    return slab[update.offset : update.offset + d_out * d_in].view(d_out, d_in)
 
 
 def measure_changes(
@@ -325,30 +211,19 @@ def measure_changes(
     ranks = [model.engine.adapters.slots.adapter(slot).info.ranks for slot in model.slots]
     pair = [slot for slot, own in zip(model.slots, ranks, strict=True) if own == max(ranks)]
     pair *= 2  # The model may have only one such adapter.
-    mixed = [model.slots[i % len(model.slots)] for i in range(requests)]
-    gaps: dict[str, list[float]] = {name: [] for name, _, _ in CHANGES}
+    gaps: dict[str, list[float]] = {name: [] for name, _ in CHANGES}
     for number in range(1 + rounds):
-        for name, index, all_live in CHANGES:
+        for name, index in CHANGES:
             live = BASE if index == BASE else pair[index]
-            step = model.step([live] * requests if all_live else mixed)
+            step = model.step([live] * requests)
             with model.live_adapter(live):
                 started = time.perf_counter()
                 step()
                 if number:
-                    gaps[name].append(time.perf_counter() - started)
-    for name, seconds in gaps.items():
-        yield {
-            "change": name,
-            "dtype": dtype,
-            "p50_ms": round(_percentile(seconds, 50) * 1e3, 3),
-            "p99_ms": round(_percentile(seconds, 99) * 1e3, 3),
-            "samples": len(seconds),
-            "gaps_ms": [round(second * 1e3, 3) for second in seconds],
-        }
-
-
-def _percentile(values: Sequence[float], percent: int) -> float:
-    return float(torch.tensor(values, dtype=torch.float64).quantile(percent / 100))
+                    gaps[name].append((time.perf_counter() - started) * 1e3)
+    for name, ms in gaps.items():
+        percentiles = {f"p{share}_ms": float(np.percentile(ms, share)) for share in (50, 99)}
+        yield {"change": name, "dtype": dtype, **percentiles, "gaps_ms": ms}
 
 
 @torch.inference_mode()
@@ -428,11 +303,10 @@ def _delora_figures(
     timed = {name: timings[name] for name in modes}
     samples = zip(timed[MIXTURE].samples, timed[UNMERGED].samples, strict=True)
     return {
-        "ms": medians_in(timed, 1e3, 3),
-        "predicted_ms": {name: round(s * 1e3, 3) for name, s in predicted.items()},
+        "ms": medians(timed, 1e3),
         "noise": noises(timed),
-        "ratio": round(median(mixture / unmerged for mixture, unmerged in samples), 3),
-        "predicted_ratio": round(predicted[MIXTURE] / predicted[UNMERGED], 3),
+        "ratio": median(mixture / unmerged for mixture, unmerged in samples),
+        "predicted_ratio": predicted[MIXTURE] / predicted[UNMERGED],
     }
 
 
@@ -534,10 +408,8 @@ def unmerge_us(layers: Sequence[int] = (1, 64)) -> float:
 
 
 def measure_drift(grid: Mapping[str, Any], dtype: str) -> Iterator[Row]:
-    """Measure how far merging in place moves the weights from the base, by number of switches.
-
-    Each row has the keys `largest`, the largest change of a weight, and `changed`, the share of
-    weights that changed.
+    """Yield the largest change of a weight by merging in place, and the share of changed weights,
+    by number of switches.
     """
     shapes = dict.fromkeys(TARGETS, (grid["hidden"], grid["hidden"]))
     slab = WeightSlab(grid["layers"], shapes, DTYPES[dtype])
@@ -553,22 +425,19 @@ def measure_drift(grid: Mapping[str, Any], dtype: str) -> Iterator[Row]:
         done = switches
         switcher.switch(BASE)
         moved = (slab.base.float() - before.float()).abs()
-        changed = round(float((moved > 0).float().mean()), 4)
-        row = {"in_place": dtype, "switches": switches}
-        yield row | {"largest": float(moved.max()), "changed": changed}
+        row = {"in_place": dtype, "switches": switches, "largest": float(moved.max())}
+        yield row | {"changed": float((moved > 0).float().mean())}
 
 
 def summarize_merges(rows: Sequence[Row]) -> dict[str, Any]:
     """Return, by type, the mean and worst share of the roofline, and the speed-up over addmm."""
     summary: dict[str, Any] = {}
     for dtype, suffix in (("fp32", ""), ("bf16", "_bf16")):
-        of_type = [row for row in _of(rows, "model") if row["dtype"] == dtype]
-        if of_type:
+        if of_type := matching(_of(rows, "model"), dtype=dtype):
             shares = [row["roofline"] for row in of_type]
-            summary[f"merge_vs_limit{suffix}"] = rounded_mean(shares)
-            if (ratio := rounded_mean(row["vs_addmm"] for row in of_type)) is not None:
-                summary[f"merge_vs_addmm{suffix}"] = ratio
-            summary[f"merge_vs_limit_worst{suffix}"] = round(min(shares), 3)
+            summary[f"merge_vs_limit{suffix}"] = mean_of(shares)
+            summary[f"merge_vs_addmm{suffix}"] = mean_of(row["vs_addmm"] for row in of_type)
+            summary[f"merge_vs_limit_worst{suffix}"] = min(shares)
     return summary
 
 
@@ -583,45 +452,17 @@ def summarize_modes(rows: Sequence[Row]) -> dict[str, Any]:
     gaps = {(row["dtype"], row["change"]): row["gaps_ms"] for row in _of(rows, "change")}
     for dtype in dict.fromkeys(dtype for dtype, _ in gaps):
         suffix = "" if dtype == "fp32" else f"_{dtype}"
-        merging = gaps[dtype, "unmerged → merged"] + gaps[dtype, "merged → another merged"]
-        unchanged = gaps[dtype, "merged, no change"]
-        summary[f"switch_p50_ms{suffix}"] = round(_percentile(merging, 50), 2)
-        summary[f"switch_p99_ms{suffix}"] = round(_percentile(merging, 99), 2)
-        summary[f"no_switch_p50_ms{suffix}"] = round(_percentile(unchanged, 50), 2)
+        merging = gaps[dtype, TO_MERGED] + gaps[dtype, TO_ANOTHER]
+        summary[f"switch_p50_ms{suffix}"] = median(merging)
+        summary[f"switch_p99_ms{suffix}"] = float(np.percentile(merging, 99))
+        summary[f"no_switch_p50_ms{suffix}"] = median(gaps[dtype, UNCHANGED])
     for row in _of(rows, "in_place"):
         suffix = "" if row["in_place"] == "fp32" else f"_{row['in_place']}"
-        summary[f"in_place_drift{suffix}"] = float(f"{row['largest']:.2g}")
-        summary[f"in_place_changed{suffix}"] = row["changed"]
-    delora = _of(rows, "phase")
-    for row in delora:
-        summary[f"delora_{row['phase']}_{row['starved']}_of_{row['requests']}"] = row["ratio"]
-    for phase in dict.fromkeys(row["phase"] for row in delora):
-        errors = [
-            abs(row["ratio"] / row["predicted_ratio"] - 1)
-            for row in delora
-            if row["phase"] == phase
-        ]
-        summary[f"delora_error_{phase}"] = round(max(errors), 3)
-    return summary
-
-
-def draw_delora(rows: Sequence[Row], folder: Path) -> Path:
-    """Draw the paper's figure 20, measured and predicted, and return its file."""
-    from matplotlib.figure import Figure
-
-    folder.mkdir(parents=True, exist_ok=True)
-    figure = Figure(figsize=(6, 3.5), layout="constrained")
-    plot = figure.subplots()
-    for phase in dict.fromkeys(row["phase"] for row in rows):
-        of_phase = [row for row in rows if row["phase"] == phase]
-        shares = [row["starved"] / row["requests"] for row in of_phase]
-        (line,) = plot.plot(shares, [row["ratio"] for row in of_phase], "o-", label=phase)
-        predicted = [row["predicted_ratio"] for row in of_phase]
-        plot.plot(shares, predicted, "x--", color=line.get_color(), label=f"{phase}, predicted")
-    plot.set_xlabel("share of starved requests")
-    plot.set_ylabel("deLoRA's time over unmerged's")
-    plot.set_ylim(0, 1.1)
-    plot.legend(fontsize=7)
-    path = folder / "figure-20-delora.png"
-    figure.savefig(path, dpi=120)
-    return path
+        summary[f"in_place_drift{suffix}"] = row["largest"]
+    errors: dict[str, float] = {}
+    for row in _of(rows, "phase"):
+        phase = row["phase"]
+        summary[f"delora_{phase}_{row['starved']}_of_{row['requests']}"] = row["ratio"]
+        error = abs(row["ratio"] / row["predicted_ratio"] - 1)
+        errors[phase] = max(error, errors.get(phase, 0.0))
+    return summary | {f"delora_error_{phase}": error for phase, error in errors.items()}

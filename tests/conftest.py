@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Generator
 from pathlib import Path
 
@@ -14,17 +15,40 @@ if "VLORA_GPU_TESTS" not in os.environ:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-SERVERS = ("server", "playground_server")
+SERVED = Path(__file__).parent / "triton"
+SERVERS = ("server", "demo_server")
 """Fixtures of servers that the tests of several files share."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--shuffle",
+        type=int,
+        metavar="SEED",
+        help="run the files, and the tests of each file, in an order drawn from this seed",
+    )
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    seed = config.getoption("shuffle")
+    return [] if seed is None else [f"shuffle: {seed}"]
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests of a file in one worker of `make test WORKERS=2`. Start the slow files first.
+    """Shuffle the tests if asked to, and put tests marked `last` at the end of their file.
 
-    Files whose tests share a server stay in one worker as well. A run without workers keeps the
-    order of the files.
+    In a run with workers, keep the tests of a file in one worker, and files whose tests share a
+    server as well. Start files with servers first, then slow ones: they take longest.
     """
+    files = list(dict.fromkeys(item.path for item in items))
+    if (seed := config.getoption("shuffle")) is not None:
+        # Every worker must draw the same order.
+        rng = random.Random(seed)
+        rng.shuffle(files)
+        rng.shuffle(items)
+    position = {path: number for number, path in enumerate(files)}
+    items.sort(key=lambda item: (position[item.path], bool(item.get_closest_marker("last"))))
     if not hasattr(config, "workerinput"):
         return
     slow = {item.path for item in items if item.get_closest_marker("slow")}
@@ -32,11 +56,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.path: name
         for item in items
         for name in SERVERS
-        if name in getattr(item, "fixturenames", ())
+        # A module's own fixture of this name is another server.
+        if name in getattr(item, "fixturenames", ()) and name not in vars(item.module)  # type: ignore[attr-defined]
     }
     for item in items:
         item.add_marker(pytest.mark.xdist_group(server_of.get(item.path, str(item.path))))
-    items.sort(key=lambda item: item.path not in slow)
+    items.sort(key=lambda item: (SERVED not in item.path.parents, item.path not in slow))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -56,6 +81,16 @@ def _without_surrogates(value: object) -> object:
         case tuple():
             return tuple(_without_surrogates(item) for item in value)
     return value
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread_per_worker() -> None:
+    """Use one torch thread in each worker: threads that wait for a busy core would use several
+    times the CPU time. Tests of several threads set their number."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        import torch
+
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

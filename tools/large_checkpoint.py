@@ -1,7 +1,7 @@
 """Make a checkpoint with the sizes of LLaVA-1.5-7B, serve it, and compare its memory with the plan.
 
-The weights are random bfloat16 numbers, so the answers mean nothing. The folder takes 14 GB, and
-serving it takes about 17 GiB of memory. With fewer layers, both are smaller.
+The weights are random bfloat16 numbers, so the answers mean nothing. The folder takes 14 GB, making
+it 14 GiB of memory, and serving it about 17 GiB. With fewer layers, all three are smaller.
 
     python -m tools.large_checkpoint make FOLDER
     python -m tools.large_checkpoint measure FOLDER
@@ -11,19 +11,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from safetensors.torch import save_file
-from transformers import (
-    AutoTokenizer,
-    LlamaConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-)
+from transformers import AutoModelForImageTextToText, AutoTokenizer, LlamaConfig, LlavaConfig
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from benchmarks.machine import status_bytes
@@ -31,9 +24,7 @@ from vlora.cli.common import Command, Group
 
 MIB = 1 << 20
 DEMO = Path(__file__).parent / "demo"
-SHARD_BYTES = 1 << 30
-DEVIATION = 0.02
-"""Standard deviation of the weights, as transformers initializes them."""
+SHARD_LIMIT = "1GB"
 CONTEXT, SEQUENCES = 2048, 4
 OPTIONS: dict[str, Any] = {
     "dtype": "bfloat16",
@@ -48,66 +39,24 @@ WORDS = 480
 app = typer.Typer(cls=Group, add_completion=False, help=__doc__)
 
 
-def configuration(layers: int) -> LlavaConfig:
-    """Return the configuration of LLaVA-1.5-7B with `layers` decoder layers."""
-    sizes = {"vocab_size": 32064, "num_hidden_layers": layers, "max_position_embeddings": 4096}
-    # All other sizes are the defaults of transformers.
-    return LlavaConfig(text_config=LlamaConfig(rms_norm_eps=1e-5, **sizes))
-
-
-def write_checkpoint(folder: Path, config: LlavaConfig, report: Callable[[str], None]) -> None:
-    """Write a checkpoint of bfloat16 weights with the demo's tokenizer, one shard at a time.
-
-    report: called with a line after each shard.
+def write_checkpoint(folder: Path, config: LlavaConfig) -> None:
+    """Write a checkpoint of bfloat16 weights, as transformers initializes them, with the demo's
+    tokenizer.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(DEMO / "checkpoint")
     config.image_token_index = config.image_token_id = tokenizer.convert_tokens_to_ids("<image>")
     config.text_config.bos_token_id = tokenizer.bos_token_id
     config.text_config.eos_token_id = tokenizer.eos_token_id
-    config.architectures = ["LlavaForConditionalGeneration"]
-    config.dtype = torch.bfloat16
-    with torch.device("meta"):
-        model = LlavaForConditionalGeneration(config)
-    shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
     torch.manual_seed(0)
-    files: dict[str, str] = {}
-    shards = list(_shards(shapes))
-    for i, names in enumerate(shards, 1):
-        file = f"model-{i:05}-of-{len(shards):05}.safetensors"
-        weights = {name: _drawn(shapes[name]) for name in names}
-        if "lm_head.weight" in weights:
-            # A logit of 0 is never the largest, so answers have only tokens of the tokenizer.
-            weights["lm_head.weight"][len(tokenizer) :] = 0.0
-        save_file(weights, folder / file, {"format": "pt"})
-        files |= dict.fromkeys(names, file)
-        report(f"{file} ({i} of {len(shards)})")
-    index = {"metadata": {}, "weight_map": files}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-    config.save_pretrained(folder)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        # A logit of 0 is never the largest, so answers have only tokens of the tokenizer.
+        model.lm_head.weight[len(tokenizer) :] = 0.0
+    model.save_pretrained(folder, max_shard_size=SHARD_LIMIT)
     tokenizer.save_pretrained(folder)
     size = config.vision_config.image_size
     CLIPImageProcessorPil(size={"shortest_edge": size}, crop_size=size).save_pretrained(folder)
-
-
-def _shards(shapes: dict[str, tuple[int, ...]]) -> Iterator[list[str]]:
-    """Yield the names of each shard's weights. A shard has at most SHARD_BYTES, or one weight."""
-    names: list[str] = []
-    size = 0
-    for name, shape in shapes.items():
-        more = 2 * int(torch.Size(shape).numel())
-        if names and size + more > SHARD_BYTES:
-            yield names
-            names, size = [], 0
-        names.append(name)
-        size += more
-    yield names
-
-
-def _drawn(shape: tuple[int, ...]) -> torch.Tensor:
-    """Return random weights: around 1 for norms and other vectors, around 0 for matrices."""
-    mean = 1.0 if len(shape) == 1 else 0.0
-    return torch.empty(shape, dtype=torch.bfloat16).normal_(mean, DEVIATION)
 
 
 @app.command(cls=Command)
@@ -116,7 +65,9 @@ def make(
     layers: Annotated[int, typer.Option(min=1, help="Number of decoder layers.")] = 32,
 ) -> None:
     """Write the checkpoint into FOLDER."""
-    write_checkpoint(folder, configuration(layers), typer.echo)
+    sizes = {"vocab_size": 32064, "num_hidden_layers": layers, "max_position_embeddings": 4096}
+    # All other sizes of LLaVA-1.5-7B are the defaults of transformers.
+    write_checkpoint(folder, LlavaConfig(text_config=LlamaConfig(rms_norm_eps=1e-5, **sizes)))
 
 
 @app.command(cls=Command)

@@ -1,6 +1,6 @@
 """Count the tree: lines by kind, long functions, wide classes, imports upward and circles.
 
-`python tools/tree_size.py [--root TREE] [--json FILE]` counts the files that git tracks or would
+`python tools/tree_size.py [--root TREE]` counts the files that git tracks or would
 track. Tile search is counted with the package.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import json
 import subprocess
 from collections import Counter
 from pathlib import Path
@@ -138,11 +137,7 @@ def main() -> None:
     """Count the tree and print the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--root", type=Path, default=Path(__file__).parents[1])
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    counts = count_tree(options.root)
-    if options.json:
-        options.json.write_text(json.dumps(counts, indent=1))
+    counts = count_tree(parser.parse_args().root)
     print(" " * 10, *(f"{column:>10}" for column in COLUMNS))
     for area, row in counts.pop("areas").items():
         print(f"{area:10}", *(f"{row[column]:10,}" for column in COLUMNS))

@@ -84,6 +84,7 @@ def tightest_limit(
 ) -> float | None:
     """Return the smallest limit that this process's control groups set; None if they set none.
 
+    version_2, version_1: read the limit of a group, by the version of control groups.
     controller: name of the controller in version 1.
     """
     try:

@@ -7,6 +7,7 @@ corresponding code of `pb_utils.TritonError`.
 from __future__ import annotations
 
 import difflib
+import re
 import reprlib
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
@@ -68,11 +69,26 @@ BY_CODE: dict[str, type[VLoraError]] = {
     for kind in (InvalidArgument, NotFound, Unavailable, Cancelled, Unsupported, Internal)
 }
 
+_CODED = re.compile(r"(?:^|\W)(" + "|".join(BY_CODE) + r"): (.*)", re.DOTALL)
+
 MAX_NAMES = 20  # Maximum number of adapters that a message lists.
 
 
 class ServerError(Exception):
     """Raised if the server cannot run. The message says why and how to correct it."""
+
+
+def is_coded(message: str) -> bool:
+    """Return whether a message contains a code of these errors. Triton's own messages do not."""
+    return _CODED.search(message) is not None
+
+
+def from_message(message: str) -> VLoraError:
+    """Return the error that a message `CODE: sentence` describes; Internal if it has no code."""
+    match = _CODED.search(message)
+    if match is None:
+        return Internal(message)
+    return BY_CODE[match[1]](match[2])
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -37,7 +37,7 @@ class LiveRequest:
 
     id, client_id: the server's unique id, and the client's, by which `cancel` finds it, or empty.
     freshness: arrival, deadline and stream; set when the request begins to wait.
-    size: bytes of images, features and text that the request holds.
+    size: bytes of the request's images, features and text.
     pinned: whether it stays in its table until `remove`, because its bytes are still in use.
     cancelled: reason for which its owner must end the request, or None.
     sink: function that receives the engine's outputs; None until the request is submitted.
@@ -69,7 +69,7 @@ class RequestTable:
     `end`. All others use `cancel`, which ends only a waiting request at once.
 
     changed: lock of the table and of the states in it, notified when the table becomes empty.
-    bytes: number of bytes that all requests hold.
+    bytes: number of bytes that all requests have.
     superseded, expired: numbers of requests that ended for these reasons while they waited.
     """
 
@@ -100,16 +100,21 @@ class RequestTable:
     def waiting(self) -> int:
         return sum(request.state is State.WAITING for request in self)
 
-    def add(self, request: LiveRequest) -> None:
+    def add(self, request: LiveRequest, size: int = 0) -> None:
+        """Add a request with `size` bytes. Raises the errors of `resize`, and keeps it even then.
+
+        Its owner must end it after an error.
+        """
         with self.changed:
             self._requests[request.id] = request
             self._by_client_id[request.client_id].add(request)
+        self.resize(request, size)
 
-    def admit(self, request: LiveRequest) -> None:
+    def admit(self, request: LiveRequest, size: int = 0) -> None:
         """Add a request whose ids must be unique and which must not be cancelled already.
 
         Raises InvalidArgument if the id is in use, or the client's id is in use and long enough to
-        be unique. Raises Cancelled if the client has cancelled the request.
+        be unique; Cancelled if the client has cancelled the request; and the errors of `add`.
         """
         with self.changed:
             if request.id in self._requests:
@@ -121,7 +126,7 @@ class RequestTable:
                     )
                 if self._early_cancels.take(request.client_id):
                     raise Cancelled(f"the request '{request.client_id}' was cancelled")
-            self.add(request)
+            self.add(request, size)
 
     def remove(self, request: LiveRequest) -> None:
         """Remove a request that has ended or whose end its owner sends. Remove it only once."""
@@ -140,8 +145,8 @@ class RequestTable:
             if not self._requests:
                 self.changed.notify_all()
 
-    def hold(self, request: LiveRequest, size: int) -> None:
-        """Set the number of bytes that a request holds.
+    def resize(self, request: LiveRequest, size: int) -> None:
+        """Set the number of bytes that a request has.
 
         Raises Unavailable if the total would exceed the limit at present, and InvalidArgument if
         the request alone exceeds it. After an error, the request's previous number is unchanged.
@@ -234,9 +239,7 @@ class RequestTable:
     def cancel_client(self, client_id: str, reason: VLoraError) -> None:
         """Cancel the requests with a client's id, unless it is too short to be unique."""
         if len(client_id) >= MIN_STOPPABLE_ID:
-            with self.changed:
-                found = list(self._by_client_id.get(client_id, ()))
-            for request in found:
+            for request in self.requests_to_cancel(client_id):
                 self.cancel(request, reason)
 
     def requests_to_cancel(self, client_id: str) -> list[LiveRequest]:

@@ -27,6 +27,26 @@ MIN_STOPPABLE_ID = 16
 MAX_FRAMES_PER_ROW = 2  # Frames that one row of features can stand for.
 
 
+class PromptText(str):
+    """A prompt that a template has made.
+
+    literals: spans (start, end) of the prompt, in order, that are only text, although they spell
+        special tokens or placeholders.
+    is_complete: whether it has all special tokens, so that no begin-of-text token is added.
+    """
+
+    literals: tuple[tuple[int, int], ...]
+    is_complete: bool
+
+    def __new__(
+        cls, text: str, literals: tuple[tuple[int, int], ...] = (), is_complete: bool = False
+    ) -> PromptText:
+        self = super().__new__(cls, text)
+        self.literals = literals
+        self.is_complete = is_complete
+        return self
+
+
 @dataclass(frozen=True)
 class ImageFeatures:
     """Encoded images of one request, in the order of their placeholders in the prompt.

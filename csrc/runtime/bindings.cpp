@@ -83,8 +83,8 @@ void bind_runtime(py::module_& m) {
       if (name == runtime::name_of(isa)) return runtime::core_peak(isa, dtype_of(dtype));
     throw std::invalid_argument("instruction set '" + name + "' does not run here");
   });
-  m.def("requested_isa", [] { return std::string(runtime::requested_isa()); });
-  m.def("request_isa", [](const std::string& name) { runtime::request_isa(name.c_str()); });
+  m.def("requested_isa", &runtime::requested_isa);
+  m.def("request_isa", &runtime::request_isa);
   m.def("large_pages", [] {
     const runtime::LargePages sizes = runtime::large_pages();
     return std::make_pair(sizes.regions, sizes.allocated);

@@ -49,9 +49,23 @@ const std::string& environment_request = *new std::string([] {
   return name && *name ? name : "auto";
 }());
 
-std::atomic<int>& requested() {
-  static std::atomic<int> request{parsed(environment_request)};
-  return request;
+using Request = std::array<int, kDtypes>;
+
+// Accepts one name for both types, or two names, of fp32 and bf16, with a comma between them.
+Request parsed_request(const std::string& names) {
+  const size_t comma = names.find(',');
+  if (comma == std::string::npos) return {parsed(names), parsed(names)};
+  return {parsed(names.substr(0, comma)), parsed(names.substr(comma + 1))};
+}
+
+std::array<std::atomic<int>, kDtypes>& requested() {
+  static const Request request = parsed_request(environment_request);
+  static std::array<std::atomic<int>, kDtypes> requests{{{request[0]}, {request[1]}}};
+  return requests;
+}
+
+std::string name_of_request(int request) {
+  return request == kAuto ? "auto" : name_of(Isa(request));
 }
 
 double measured_peak(Isa isa, Dtype dtype) {
@@ -141,12 +155,12 @@ const std::vector<Isa>& ranked(Dtype dtype) {
 }
 
 Isa isa(Dtype dtype) {
-  const int request = requested().load(std::memory_order_relaxed);
+  const int request = requested()[size_t(dtype)].load(std::memory_order_relaxed);
   return request == kAuto ? ranked(dtype).front() : Isa(request);
 }
 
 Isa vector_isa(Dtype dtype) {
-  const int request = requested().load(std::memory_order_relaxed);
+  const int request = requested()[size_t(dtype)].load(std::memory_order_relaxed);
   if (request == int(Isa::kTwin)) return Isa::kScalar;
   if (request == int(Isa::kAmx)) return Isa::kAvx512Bf16;
   if (request != kAuto) return Isa(request);
@@ -154,11 +168,15 @@ Isa vector_isa(Dtype dtype) {
   return *std::find_if(all.begin(), all.end(), is_vector);
 }
 
-void request_isa(const char* name) { requested() = parsed(name); }
+void request_isa(const std::string& names) {
+  const Request request = parsed_request(names);
+  for (size_t type = 0; type < kDtypes; ++type) requested()[type] = request[type];
+}
 
-const char* requested_isa() {
-  const int request = requested();
-  return request == kAuto ? "auto" : name_of(Isa(request));
+std::string requested_isa() {
+  const std::string fp32 = name_of_request(requested()[size_t(Dtype::kFp32)]);
+  const std::string bf16 = name_of_request(requested()[size_t(Dtype::kBf16)]);
+  return fp32 == bf16 ? fp32 : fp32 + "," + bf16;
 }
 
 }  // namespace vlora::runtime

@@ -1,6 +1,7 @@
 // The instruction sets that this CPU can run, and the one that kernels use.
 #pragma once
 
+#include <string>
 #include <vector>
 
 #include "runtime/types.h"
@@ -29,10 +30,11 @@ const std::vector<Isa>& ranked(Dtype dtype);
 Isa isa(Dtype dtype);
 // Returns the instruction set for kernels that use vectors only and have no code for tiles.
 Isa vector_isa(Dtype dtype);
-// Requests an instruction set for both types. "auto" returns to the ranking. Throws
-// std::invalid_argument for a name that is unknown or that this CPU cannot run.
-void request_isa(const char* name);
-const char* requested_isa();
+// Requests an instruction set for both types, or one for fp32 and another for bf16: "avx512,avx2".
+// "auto" returns to the ranking. Throws std::invalid_argument for a name that is unknown or that
+// this CPU cannot run.
+void request_isa(const std::string& names);
+std::string requested_isa();
 
 // The microbenchmarks of an instruction set.
 struct Microbenchmarks {

@@ -21,11 +21,10 @@ from tests.support.many_adapters import (
     finish,
     replace_weights,
     run_in_order,
+    update,
 )
 from tests.support.polling import until
 from vlora.adapters import catalog, tensors
-from vlora.config import Options
-from vlora.engine.engine import Engine
 from vlora.engine.loop import EngineLoop
 from vlora.errors import InvalidArgument, NotFound
 
@@ -38,10 +37,7 @@ def test_a_running_request_ends_with_the_adapter_version_it_started_with(
     engine.add(engine.prepare(asked), 0.0)
     before = engine.step()
     replace_weights(root / "a00", 99)
-    engine.adapters.folders.update(
-        {p.name: (p, catalog.stamp_of(p)) for p in sorted(root.iterdir())}
-    )
-    engine.adapters.apply()
+    update(engine, root)
     engine.add(
         engine.prepare(request("new", adapter="a00", prompt=asked.prompt, max_tokens=6)), 1.0
     )
@@ -56,7 +52,7 @@ def test_a_running_request_ends_with_the_adapter_version_it_started_with(
 def test_a_removed_adapter_ends_waiting_requests_but_not_running_ones(
     checkpoint: Path, root: Path
 ) -> None:
-    engine = Engine(Options(model=checkpoint, adapters=root, max_num_seqs=1))
+    engine = engine_of(checkpoint, root, max_num_seqs=1)
     for index, name in enumerate(("runs", "waits")):
         engine.add(engine.prepare(request(name, adapter="a01")), float(index))
     engine.step()
@@ -92,12 +88,10 @@ def test_a_file_that_became_invalid_is_an_error_of_its_requests_only(
     ]
     if fault != "vanished":
         file.write_bytes(content)
-        engine.adapters.folders.update({p.name: (p, catalog.stamp_of(p)) for p in root.iterdir()})
-        engine.adapters.apply()
+        update(engine, root)
         assert run_in_order(engine, burst(engine)[0])["r0"].token_ids == burst_tokens["r0"]
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
 @pytest.mark.parametrize("stage", ["open", "first read", "second read", "close", "stamp", "memory"])
 def test_a_load_that_fails_at_any_stage_is_an_error_of_its_request_and_leaks_no_page(
     checkpoint: Path,
@@ -105,14 +99,13 @@ def test_a_load_that_fails_at_any_stage_is_an_error_of_its_request_and_leaks_no_
     burst_tokens: dict[str, tuple[int, ...]],
     monkeypatch: pytest.MonkeyPatch,
     stage: str,
-    number: int,
 ) -> None:
     engine = engine_of(checkpoint, twelve, adapter_host_bytes=1)
     opened, reads = {}, []
     real_open, real_read, real_close, stamps = os.open, os.preadv, os.close, catalog.stamps_of
 
     def fail() -> None:
-        raise OSError(number, os.strerror(number))
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     def open_file(path: Any, flags: int, *more: Any) -> int:
         is_a00 = Path(path).parent.name == "a00"
@@ -139,7 +132,7 @@ def test_a_load_that_fails_at_any_stage_is_an_error_of_its_request_and_leaks_no_
 
     def stamps_of(paths: list[bytes]) -> list[bytes]:
         if stage == "stamp" and paths[0].endswith(b"a00"):
-            return [b"!%d" % number]  # The stamp of a folder that cannot be read.
+            return [b"!%d" % errno.EIO]  # The stamp of a folder that cannot be read.
         return stamps(paths)
 
     def aminmax(values: Any) -> Any:
@@ -162,8 +155,7 @@ def test_a_load_that_fails_at_any_stage_is_an_error_of_its_request_and_leaks_no_
     assert "adapter 'a00'" in str(outputs["r0"].error)
     assert [outputs[f"r{i}"].token_ids for i in (1, 2)] == [burst_tokens[f"r{i}"] for i in (1, 2)]
     engine.adapters.folders.update({})  # The folders disappear and come back.
-    engine.adapters.folders.update({p.name: (p, catalog.stamp_of(p)) for p in twelve.iterdir()})
-    engine.adapters.apply()
+    update(engine, twelve)
     assert run_in_order(engine, burst(engine)[0])["r0"].token_ids == burst_tokens["r0"]
     assert engine.pool.free + engine.pool.cached + engine.pool.adapter == engine.pool.total
 

@@ -15,7 +15,7 @@ from tests.support.many_adapters import (
     run_in_order,
 )
 from vlora.adapters.tensors import WeightsReader
-from vlora.engine import calibration, memory
+from vlora.engine import calibration
 from vlora.errors import InvalidArgument
 
 
@@ -75,35 +75,6 @@ def test_kv_pages_are_moved_to_make_space_for_an_adapter(
     outputs = run_in_order(engine, *burst(engine))
     assert {k: o.token_ids for k, o in outputs.items()} == burst_tokens
     assert engine.stats().pages_moved > 0
-
-
-def test_a_constantly_used_adapter_does_not_starve_another_one(
-    checkpoint: Path, twelve: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(memory, "PATIENCE_SECONDS", 0.0)
-    engine = engine_of(
-        checkpoint,
-        twelve,
-        adapter_pool_bytes=520_000,
-        kv_cache_tokens=128,
-        max_model_len=64,
-    )
-    cold_done = None
-    for step in range(200):
-        hot = request(f"hot{step}", adapter="a02", max_tokens=9)
-        engine.add(engine.prepare(hot), float(step))
-        if step == 5:
-            cold = request("cold", adapter="a05", max_tokens=2)
-            engine.add(engine.prepare(cold), float(step))
-        for output in engine.step():
-            if output.request_id == "cold" and output.finished:
-                cold_done = step
-        if engine.stalled:
-            engine.adapters.finish()
-        if cold_done is not None:
-            break
-    assert cold_done is not None
-    assert engine.scheduler.waiting, "requests of the hot adapter keep arriving"
 
 
 def test_an_adapter_that_does_not_fit_the_pool_is_refused_with_both_sizes(

@@ -11,6 +11,7 @@ def test_activated_adapters_share_the_image_and_ordinary_ones_do_not() -> None:
     with closing(Activated(quick=True)) as benchmark:
         benchmark.prepare()
         benchmark.values |= {"adapters": [3], "repeats": 1, "image_tokens": 64}
+        assert benchmark.cells() == [(3, 0)]
         benchmark.rows += benchmark.measure((3, 0))
         activated, ordinary = sorted(benchmark.rows, key=lambda row: str(row["kind"]))
         assert ordinary["computed_tokens"] > 3 * 64

@@ -13,7 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.engine_client import PATIENCE, Collector, endless, request, run_together
+from tests.support.engine_client import (
+    PATIENCE,
+    Collector,
+    endless,
+    request,
+    run_together,
+    tokens_of,
+)
 from tests.support.fakes import RustPanic
 from vlora.config import Options
 from vlora.engine.engine import Engine
@@ -21,7 +28,7 @@ from vlora.engine.loop import FATAL_EXIT, EngineLoop
 from vlora.errors import Internal, InvalidArgument, Unavailable
 from vlora.live_requests import LiveRequest
 from vlora.model.sampler import Uniforms
-from vlora.request import Output
+from vlora.request import Freshness, Output
 from vlora.sampling import RANGES, SamplingParams
 
 
@@ -31,10 +38,6 @@ def fail(*_: Any, **__: Any) -> Any:
 
 def panic(*_: Any, **__: Any) -> Any:
     raise RustPanic("index out of bounds")
-
-
-def tokens(outputs: list[Output]) -> list[int]:
-    return [token for output in outputs for token in output.token_ids]
 
 
 def test_a_fault_in_one_row_ends_its_request_and_keeps_the_outputs_of_the_others(
@@ -48,7 +51,7 @@ def test_a_fault_in_one_row_ends_its_request_and_keeps_the_outputs_of_the_others
         request("c", 2),
         request("d", 6),
     ]
-    expected = {item.id: tokens(run_together(engine, item)[item.id]) for item in requests}
+    expected = {item.id: tokens_of(run_together(engine, item)[item.id]) for item in requests}
     outputs: dict[str, list[Output]] = {item.id: [] for item in requests}
     for item in requests:
         engine.add(engine.prepare(item), arrival=0.0)
@@ -61,7 +64,7 @@ def test_a_fault_in_one_row_ends_its_request_and_keeps_the_outputs_of_the_others
     assert isinstance(outputs["bad"][-1].error, Internal)
     assert "a fault of ours" not in str(outputs["bad"][-1].error)
     for name in ("a", "b", "c", "d"):
-        assert tokens(outputs[name]) == expected[name]
+        assert tokens_of(outputs[name]) == expected[name]
         assert outputs[name][-1].finish_reason == "length"
     assert engine.stats().failed == 1
 
@@ -92,7 +95,7 @@ def test_values_that_are_not_finite_are_an_error_of_their_adapters_requests_only
 ) -> None:
     engine = Engine(Options(model=checkpoint, adapters=overflowing))
     healthy = [request("base"), request("other", adapter="attention-r4")]
-    expected = {item.id: tokens(run_together(engine, item)[item.id]) for item in healthy}
+    expected = {item.id: tokens_of(run_together(engine, item)[item.id]) for item in healthy}
     wild = SamplingParams(temperature=0.9, seed=1, max_tokens=4, logprobs=2)
     outputs = run_together(
         engine,
@@ -108,7 +111,7 @@ def test_values_that_are_not_finite_are_an_error_of_their_adapters_requests_only
         assert f"adapter '{adapter}' produces values that are not finite" in str(only.error)
         assert only.head is None
         assert only.logprobs is None
-    assert {name: tokens(outputs[name]) for name in expected} == expected
+    assert {name: tokens_of(outputs[name]) for name in expected} == expected
     assert outputs["text of the head's adapter"][-1].finish_reason == "length"
 
 
@@ -181,7 +184,7 @@ def test_a_fault_while_drawing_ends_the_request_of_its_row_only(
     common = SamplingParams(temperature=0.9, max_tokens=4, ignore_eos=True)
     sampled = [request(name, sampling=replace(common, seed=ord(name))) for name in "abc"]
     requests = [request("greedy"), *sampled]
-    expected = {item.id: tokens(run_together(engine, item)[item.id]) for item in requests}
+    expected = {item.id: tokens_of(run_together(engine, item)[item.id]) for item in requests}
     at = Uniforms.at
 
     def broken(uniforms: Uniforms, position: int) -> float:
@@ -193,7 +196,7 @@ def test_a_fault_while_drawing_ends_the_request_of_its_row_only(
     outputs = run_together(engine, *requests)
     assert isinstance(outputs["b"][-1].error, Internal)
     for name in ("greedy", "a", "c"):
-        assert tokens(outputs[name]) == expected[name]
+        assert tokens_of(outputs[name]) == expected[name]
         assert outputs[name][-1].finish_reason == "length"
     assert engine.stats().failed == 1
 
@@ -275,6 +278,21 @@ def test_a_failed_engine_answers_all_requests_and_ends_the_process(
         loop.submit(request("being prepared"), sink)
     with pytest.raises(Unavailable, match="the engine has failed"):
         loop.admit(LiveRequest("late"))
+
+
+def test_a_failed_engine_answers_a_request_that_waits_for_a_thread_of_its_service(
+    loop: EngineLoop, engine: Engine, ended: ProcessEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors: list[BaseException] = []
+    waiting = LiveRequest("waiting")
+    monkeypatch.setattr(waiting, "fail", errors.append)
+    loop.admit(waiting)
+    loop.table.wait(waiting, Freshness(0.0))
+    monkeypatch.setattr(engine.scheduler, "schedule", fail)
+    loop.submit(endless("running"), Collector())
+    assert ended.wait(PATIENCE)
+    assert [type(error) for error in errors] == [Internal]
+    assert not loop.table
 
 
 def test_a_blocked_client_does_not_keep_a_failed_engine_alive(

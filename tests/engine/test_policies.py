@@ -19,6 +19,7 @@ from vlora.config import POLICIES, Options
 from vlora.engine.engine import Engine
 from vlora.engine.policies.registry import make_policy
 from vlora.ids import BASE
+from vlora.model.runner import StepResult
 from vlora.request import Request
 
 register()
@@ -118,31 +119,26 @@ def test_the_time_of_a_step_starts_at_the_end_of_the_step_before(options: Option
     assert stats.step_seconds > 5 * stats.steps
 
 
-def test_only_in_flight_requests_have_stored_deadlines(options: Options) -> None:
-    engine = Engine(options)
-    engine.add(engine.prepare(request("without", max_tokens=2)), 0.0)
-    for i in range(3):
-        params = replace(request("x", max_tokens=2).sampling, deadline_ms=1e9 * (3 - i))
-        engine.add(engine.prepare(replace(request(f"deadline{i}"), sampling=params)), 0.0)
-    engine.check_integrity()
-    assert engine.abort("deadline1")
-    engine.check_integrity()
-    while not engine.idle:
-        engine.step()
-    engine.check_integrity()
-
-
-@pytest.mark.parametrize("policy", ["unmerge_only", "credit"])
-def test_a_step_neither_copies_its_statistics_nor_predicts_what_no_policy_reads(
-    options: Options, policy: str
+@pytest.mark.parametrize(
+    ("policy", "captured"), [("unmerge_only", False), ("credit", False), ("credit", True)]
+)
+def test_a_step_neither_copies_its_statistics_nor_learns_what_no_policy_reads_or_a_capture_took(
+    options: Options, policy: str, captured: bool
 ) -> None:
     engine = Engine(replace(options, policy=policy))
+    forward, learns = engine._runner.forward, policy == "credit" and not captured
+
+    def forward_or_capture(*parts: Any) -> StepResult:
+        result = forward(*parts)
+        return StepResult(result.logits, result.heads, captured)
+
+    engine._runner.forward = forward_or_capture  # type: ignore[method-assign]
     for item in batch(engine):
         engine.add(engine.prepare(item), 0.0)
     calls = calls_of(engine.step)
     assert calls["replace"] == 0
-    assert calls["CostModel.record"] == (policy == "credit")
-    assert (engine.stats().predicted_seconds > 0) == (policy == "credit")
+    assert calls["CostModel.record"] == learns
+    assert (engine.stats().predicted_seconds > 0) == learns
 
 
 @pytest.fixture
@@ -166,6 +162,7 @@ def test_the_merges_of_a_switch_are_predicted(
     options: Options, merges: list[float], merging: str
 ) -> None:
     engine = Engine(replace(options, merging=merging))
+    assert engine.costs.in_place == (merging == "in_place")
     draw = random.Random(1)
     for to in draw.choices([BASE, *engine.adapters.resident], k=60):
         expected = engine.costs.merges(engine.switcher.live, to)

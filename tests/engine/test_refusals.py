@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -14,129 +13,78 @@ import numpy as np
 import pytest
 from transformers import AutoConfig, AutoTokenizer
 
-from tests.support.engine_client import PATIENCE, Collector, request
+from tests.support.engine_client import PATIENCE, Collector, request, run_together
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.engine.loop import EngineLoop
-from vlora.errors import InvalidArgument, NotFound, VLoraError
+from vlora.errors import InvalidArgument, NotFound
 from vlora.model.chunk import Prompt
-from vlora.request import ImageFeatures, Output, Request
+from vlora.request import ImageFeatures
 from vlora.sampling import SamplingParams
 
-
-def features(rows: int, hidden: int) -> np.ndarray[Any, Any]:
-    return np.random.default_rng(0).normal(size=(rows, hidden)).astype(np.float32)
+HIDDEN = 192
 
 
-def images(layout: list[list[int]], rows: int, hidden: int) -> ImageFeatures:
-    return ImageFeatures(features(rows, hidden), np.array(layout, dtype=np.int32))
+def images(layout: list[int], width: int = HIDDEN, value: float = 0.5) -> ImageFeatures:
+    """Return four equal rows of features, and the layout of one image."""
+    rows = np.full((4, width), value, np.float32)
+    return ImageFeatures(rows, np.array([layout], dtype=np.int32))
 
 
-REFUSALS: list[tuple[str, Callable[[EngineLoop], Request], type[VLoraError], str]] = [
-    ("unknown adapter", lambda _: request("x", adapter="nope"), NotFound, "'nope'.*Known: all-r8"),
-    ("empty prompt", lambda _: request("x", prompt=""), InvalidArgument, "prompt is empty"),
-    (
-        "prompt too long",
-        lambda _: request("x", prompt="what " * 1200),
-        InvalidArgument,
+WHOLE = [0, 4, 1, 2, 2, 0]
+"""Layout of an image that covers all four rows."""
+PICTURE = "<s><image> what?"
+
+REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
+    "empty prompt": ({"prompt": ""}, "prompt is empty"),
+    "prompt too long": (
+        {"prompt": "what " * 1200},
         r"too long: it has \d+ tokens; the context of 1024 tokens holds a .* at most 1023 tokens",
     ),
-    (
-        "max_tokens too large",
-        lambda _: request("x", max_tokens=1024),
-        InvalidArgument,
+    "max_tokens too large": (
+        {"max_tokens": 1024},
         r"'max_tokens' = 1024 with a prompt of \d+ tokens.*1024",
     ),
-    (
-        "stop token out of range",
-        lambda _: request("x", sampling=SamplingParams(stop_token_ids=(10**6,))),
-        InvalidArgument,
+    "stop token out of range": (
+        {"sampling": SamplingParams(stop_token_ids=(10**6,))},
         "'stop_token_ids' holds 1000000",
     ),
-    (
-        "head of an adapter without one",
-        lambda _: request("x", adapter="all-r8", use_head=True),
-        InvalidArgument,
+    "head of an adapter without one": (
+        {"adapter": "all-r8", "use_head": True},
         "no vision task head",
     ),
-    (
-        "image without placeholder",
-        lambda loop: request(
-            "x", images=images([[0, 4, 1, 2, 2, 0]], 4, loop._engine.config.hidden)
-        ),
-        InvalidArgument,
-        "0 image placeholders for 1 image",
-    ),
-    (
-        "placeholder without image",
-        lambda _: request("x", prompt="<s><image> what?"),
-        InvalidArgument,
-        "1 image placeholder for 0 images",
-    ),
-    (
-        "features of another model",
-        lambda _: request(
-            "x", prompt="<s><image> what?", images=images([[0, 4, 1, 2, 2, 0]], 4, 7)
-        ),
-        InvalidArgument,
+    "image without placeholder": ({"images": images(WHOLE)}, "0 image placeholders for 1 image"),
+    "placeholder without image": ({"prompt": PICTURE}, "1 image placeholder for 0 images"),
+    "features of another model": (
+        {"prompt": PICTURE, "images": images(WHOLE, width=7)},
         r"shape \[4, 7\]",
     ),
-    (
-        "rows beyond the features",
-        lambda loop: request(
-            "x",
-            prompt="<s><image> what?",
-            images=images([[0, 5, 1, 2, 2, 0]], 4, loop._engine.config.hidden),
-        ),
-        InvalidArgument,
+    "rows beyond the features": (
+        {"prompt": PICTURE, "images": images([0, 5, 1, 2, 2, 0])},
         "covers 5 rows, 'image_features' has 4",
     ),
-    (
-        "rows out of order",
-        lambda loop: request(
-            "x",
-            prompt="<s><image> what?",
-            images=images([[1, 3, 1, 2, 2, 0]], 4, loop._engine.config.hidden),
-        ),
-        InvalidArgument,
+    "rows out of order": (
+        {"prompt": PICTURE, "images": images([1, 3, 1, 2, 2, 0])},
         "must begin at row 0",
     ),
-    (
-        "NaN features",
-        lambda loop: request(
-            "x",
-            prompt="<s><image> what?",
-            images=ImageFeatures(
-                np.full((4, loop._engine.config.hidden), np.nan, dtype=np.float32),
-                np.array([[0, 4, 1, 2, 2, 0]], dtype=np.int32),
-            ),
-        ),
-        InvalidArgument,
+    "NaN features": (
+        {"prompt": PICTURE, "images": images(WHOLE, value=np.nan)},
         "NaN or infinite",
     ),
-    (
-        "too many choices",
-        lambda _: request(
-            "x", sampling=SamplingParams.parse({"choices": [str(i) for i in range(257)]})
-        ),
-        InvalidArgument,
+    "too many choices": (
+        {"sampling": SamplingParams(choices=tuple(map(str, range(257))))},
         "'choices' holds 257 choices; the limit is 256",
     ),
-    (
-        "choices of too many bytes",
-        lambda _: request("x", sampling=SamplingParams.parse({"choices": ["é" * 8193]})),
-        InvalidArgument,
+    "choices of too many bytes": (
+        {"sampling": SamplingParams(choices=("é" * 8193,))},
         "'choices' holds 16386 bytes; the limit is 16384",
     ),
-    (
-        "choices that need more tokens than are left",
-        lambda _: request(
-            "x", sampling=SamplingParams.parse({"choices": ["q" * 400], "max_tokens": 3})
-        ),
-        InvalidArgument,
+    "choices that need more tokens than are left": (
+        {"sampling": SamplingParams(choices=("q" * 400,), max_tokens=3)},
         r"longest of 'choices' needs \d+ tokens; 3 are left",
     ),
-]
+}
+"""Fields of a request, and the error that names what is wrong with them."""
 
 
 @pytest.fixture(scope="module")
@@ -166,10 +114,7 @@ def test_a_token_beyond_the_embedding_is_refused_and_harms_no_other(wide_tokeniz
 def test_a_choice_is_never_spelled_with_tokens_beyond_the_embedding(wide_tokenizer: Path) -> None:
     engine = Engine(Options(model=wide_tokenizer))
     choices = {"choices": ["qqq", "zzz"], "temperature": 1, "seed": 3, "logprobs": 20}
-    engine.add(engine.prepare(request("x", sampling=SamplingParams.parse(choices))), arrival=0.0)
-    outputs: list[Output] = []
-    while not engine.idle:
-        outputs += engine.step()
+    outputs = run_together(engine, request("x", sampling=SamplingParams.parse(choices)))["x"]
     assert outputs[-1].finish_reason == "stop"
     assert "".join(output.text for output in outputs) in choices["choices"]  # type: ignore[operator]
 
@@ -185,13 +130,8 @@ def test_penalties_skip_image_tokens_beyond_the_embedding(
     (folder / "config.json").write_text(json.dumps(config))
     engine = Engine(Options(model=folder))
     sampling = SamplingParams(temperature=0.0, max_tokens=2, repetition_penalty=1.3)
-    picture = images([[0, 4, 1, 2, 2, 0]], 4, engine.config.hidden)
-    asked = request("x", prompt="<s>zzz what?", images=picture, sampling=sampling)
-    engine.add(engine.prepare(asked), arrival=0.0)
-    outputs: list[Output] = []
-    while not engine.idle:
-        outputs += engine.step()
-    assert outputs[-1].error is None
+    asked = request("x", prompt="<s>zzz what?", images=images(WHOLE), sampling=sampling)
+    assert run_together(engine, asked)["x"][-1].error is None
 
 
 def test_an_end_of_text_beyond_the_embedding_is_not_masked(
@@ -205,10 +145,7 @@ def test_an_end_of_text_beyond_the_embedding_is_not_masked(
     )
     engine = Engine(Options(model=folder))
     sampling = SamplingParams(temperature=0.0, max_tokens=3, min_tokens=2)
-    engine.add(engine.prepare(request("x", sampling=sampling)), arrival=0.0)
-    outputs: list[Output] = []
-    while not engine.idle:
-        outputs += engine.step()
+    outputs = run_together(engine, request("x", sampling=sampling))["x"]
     assert outputs[-1].error is None
 
 
@@ -246,15 +183,19 @@ def test_a_prompt_does_not_wait_for_another_one_to_be_tokenized(
         assert slow.result().sequence.prompt_length > 0
 
 
-@pytest.mark.parametrize(
-    ("make", "kind", "message"), [case[1:] for case in REFUSALS], ids=[case[0] for case in REFUSALS]
-)
+@pytest.mark.parametrize(("fields", "message"), REFUSALS.values(), ids=REFUSALS)
 def test_an_invalid_request_is_refused_and_harms_no_other(
-    loop: EngineLoop, make: Callable[[EngineLoop], Request], kind: type[VLoraError], message: str
+    loop: EngineLoop, engine: Engine, fields: dict[str, Any], message: str
 ) -> None:
+    assert engine.config.hidden == HIDDEN
     sink = Collector()
     loop.submit(request("healthy"), sink)
-    with pytest.raises(kind, match=message):
-        loop.submit(make(loop), sink)
+    with pytest.raises(InvalidArgument, match=message):
+        loop.submit(request("x", **fields), sink)
     assert sink.last("healthy").finish_reason == "length"
     assert "x" not in sink.outputs
+
+
+def test_an_unknown_adapter_is_not_found_and_the_known_ones_are_named(engine: Engine) -> None:
+    with pytest.raises(NotFound, match=r"'nope'.*Known: all-r8"):
+        engine.prepare(request("x", adapter="nope"))

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support import many_adapters
 from tests.support.engine_client import request
-from vlora.adapters.catalog import stamp_of
-from vlora.config import Options
+from tests.support.many_adapters import finish, update
 from vlora.engine.engine import Engine
 from vlora.errors import InvalidArgument, NotFound
-from vlora.request import Output
 
 
 @pytest.fixture
@@ -35,40 +35,31 @@ def put(root: Path, adapters_dir: Path, kind: str, *, head: bool = False) -> Non
         (root / "x" / "vlora.json").write_text(json.dumps(declared))
 
 
-def update(engine: Engine, root: Path) -> None:
-    engine.adapters.folders.update({p.name: (p, stamp_of(p)) for p in root.iterdir()})
-    engine.adapters.apply()
+@pytest.fixture
+def engine_of(checkpoint: Path, root: Path) -> Callable[..., Engine]:
+    """Return a function that makes an engine with one slot, which a request of the base model has
+    taken."""
+
+    def make(**more: Any) -> Engine:
+        engine = many_adapters.engine_of(checkpoint, root, max_num_seqs=1, **more)
+        engine.add(engine.prepare(request("runs", max_tokens=8)), 0.0)
+        engine.step()
+        return engine
+
+    return make
 
 
-def engine_of(checkpoint: Path, root: Path, **more: Any) -> Engine:
-    """Return an engine with one slot, which a request of the base model has taken."""
-    engine = Engine(Options(model=checkpoint, adapters=root, max_num_seqs=1, **more))
-    engine.add(engine.prepare(request("runs", max_tokens=8)), 0.0)
-    engine.step()
-    return engine
-
-
-def finish(engine: Engine) -> dict[str, Output]:
-    last: dict[str, Output] = {}
-    for _ in range(100):
-        last |= {output.request_id: output for output in engine.step()}
-        engine.adapters.finish()
-        engine.check_integrity()
-        if engine.idle:
-            return last
-    raise AssertionError(f"{engine.request_ids} never end")
-
-
-def pages(checkpoint: Path, adapters_dir: Path, kind: str) -> int:
-    engine = Engine(Options(model=checkpoint, adapters=adapters_dir))
-    return engine.adapters.tiers.pages_of(engine.adapters.handle(kind))
+@pytest.fixture
+def large(checkpoint: Path, adapters_dir: Path) -> int:
+    """Return the number of pages of the adapter "all-r8"."""
+    adapters = many_adapters.engine_of(checkpoint, adapters_dir).adapters
+    return adapters.tiers.pages_of(adapters.handle("all-r8"))
 
 
 def test_a_waiting_request_is_refused_if_its_adapter_outgrows_the_pool(
-    checkpoint: Path, adapters_dir: Path, root: Path
+    engine_of: Callable[..., Engine], adapters_dir: Path, root: Path, large: int
 ) -> None:
-    large = pages(checkpoint, adapters_dir, "all-r8")
-    engine = engine_of(checkpoint, root, kv_cache_tokens=16 * large, adapter_pool_bytes=0)
+    engine = engine_of(kv_cache_tokens=16 * large, adapter_pool_bytes=0)
     engine.add(engine.prepare(request("waits", adapter="x")), 1.0)
     put(root, adapters_dir, "all-r8")
     update(engine, root)
@@ -79,10 +70,9 @@ def test_a_waiting_request_is_refused_if_its_adapter_outgrows_the_pool(
 
 
 def test_the_limit_of_an_answer_follows_the_version_of_the_adapter(
-    checkpoint: Path, adapters_dir: Path, root: Path
+    engine_of: Callable[..., Engine], adapters_dir: Path, root: Path, large: int
 ) -> None:
-    large = pages(checkpoint, adapters_dir, "all-r8")
-    engine = engine_of(checkpoint, root, kv_cache_tokens=16 * (large + 3), adapter_pool_bytes=0)
+    engine = engine_of(kv_cache_tokens=16 * (large + 3), adapter_pool_bytes=0)
     small = engine.adapters.tiers.pages_of(engine.adapters.handle("x"))
     context = min(engine.max_model_len, 16 * (large + 3 - small))
     limited = engine.prepare(request("limited", adapter="x", max_tokens=context - 20))
@@ -99,9 +89,9 @@ def test_the_limit_of_an_answer_follows_the_version_of_the_adapter(
 
 
 def test_a_waiting_request_for_a_head_is_refused_if_the_new_version_has_none(
-    checkpoint: Path, adapters_dir: Path, root: Path
+    engine_of: Callable[..., Engine], adapters_dir: Path, root: Path
 ) -> None:
-    engine = engine_of(checkpoint, root)
+    engine = engine_of()
     engine.add(engine.prepare(request("scored", adapter="x", use_head=True)), 1.0)
     engine.add(engine.prepare(request("said", adapter="x")), 2.0)
     put(root, adapters_dir, "attention-r4")
@@ -114,9 +104,9 @@ def test_a_waiting_request_for_a_head_is_refused_if_the_new_version_has_none(
 
 @pytest.mark.parametrize("removed", [False, True])
 def test_a_request_checked_before_a_change_and_queued_after_it_sees_the_change(
-    checkpoint: Path, adapters_dir: Path, root: Path, removed: bool
+    engine_of: Callable[..., Engine], adapters_dir: Path, root: Path, removed: bool
 ) -> None:
-    engine = engine_of(checkpoint, root, adapter_host_bytes=1)
+    engine = engine_of(adapter_host_bytes=1)
     late = engine.prepare(request("late", adapter="x"))
     put(root, adapters_dir, "all-r8")
     if removed:
@@ -137,7 +127,7 @@ def test_a_view_of_the_names_does_not_change_while_another_thread_reads_it(
     checkpoint: Path, adapters_dir: Path, root: Path, view: str
 ) -> None:
     (root / "faulty").mkdir()
-    engine = Engine(Options(model=checkpoint, adapters=root))
+    engine = many_adapters.engine_of(checkpoint, root)
     reading = iter(attrgetter(view)(engine.adapters))
     first = next(reading)
     (root / "faulty too").mkdir()

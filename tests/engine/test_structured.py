@@ -6,9 +6,8 @@ import json
 import os
 import random
 import signal
-import threading
-import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,9 @@ import jsonschema
 import pytest
 import regex
 
-from tests.support.engine_client import Collector, endless, request, run_together
+from tests.support.engine_client import Collector, endless, request, run_together, tokens_of
 from tests.support.grammars import HOSTILE, draw_schema
+from tests.support.many_adapters import finish
 from vlora.config import Limits, Options
 from vlora.engine.engine import Engine
 from vlora.engine.loop import EngineLoop
@@ -49,12 +49,13 @@ def structured(request_id: str, structure: dict[str, Any] | None, **keys: Any) -
     return request(request_id, sampling=SamplingParams.parse(raw))
 
 
+def run(engine: Engine, item: Request) -> list[Output]:
+    """Run one request alone; return its outputs."""
+    return run_together(engine, item)[item.id]
+
+
 def text(outputs: list[Output]) -> str:
     return "".join(output.text for output in outputs)
-
-
-def tokens(outputs: list[Output]) -> list[int]:
-    return [token for output in outputs for token in output.token_ids]
 
 
 PATTERNS = {
@@ -85,15 +86,11 @@ def test_a_structure_that_allows_everything_changes_no_token() -> None:
     for prompt in ("<s>what is it?", "<s>how many?", "<s>a red", "<s>1 2 3", "<s>the"):
         for temperature in (0, 0.8, 2.0):
             keys = {"temperature": temperature, "top_k": 4, "max_tokens": 8, "logprobs": 4}
-            free = run_together(engine, replace(structured("one", None, **keys), prompt=prompt))[
-                "one"
-            ]
+            free = run(engine, replace(structured("one", None, **keys), prompt=prompt))
             if not all(is_text(engine, entry.token_id) for entry in candidates(free)):
                 continue
-            bound = run_together(engine, replace(structured("one", ANY, **keys), prompt=prompt))[
-                "one"
-            ]
-            assert tokens(bound) == tokens(free)
+            bound = run(engine, replace(structured("one", ANY, **keys), prompt=prompt))
+            assert tokens_of(bound) == tokens_of(free)
             assert text(bound) == text(free)
             assert candidates(bound) == candidates(free)
             assert bound[-1].finish_reason == free[-1].finish_reason
@@ -122,21 +119,49 @@ MIXED = [
 """Requests of every kind."""
 
 
-def test_a_preempted_request_gets_the_same_answer(checkpoint: Path) -> None:
-    engine = Engine(Options(model=checkpoint, max_num_seqs=6, max_model_len=81))
-    expected = run_together(engine, *MIXED)
+@pytest.fixture(params=[4096, 81], ids=["pages for all", "few pages"])
+def mixed(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[Engine]:
+    """Yield an engine for the requests of MIXED. With few pages it preempts some of them."""
+    sizes = {"kv_cache_tokens": request.param, "max_model_len": 81, "block_size": 3}
+    engine = Engine(Options(model=checkpoint, max_num_seqs=6, **sizes))
+    yield engine
+    assert (engine.stats().preemptions > 0) == (request.param == 81)
     engine.close()
-    small = Engine(
-        Options(
-            model=checkpoint, max_num_seqs=6, kv_cache_tokens=81, max_model_len=81, block_size=3
-        )
-    )
-    found = run_together(small, *MIXED)
-    assert small.stats().preemptions > 0
-    for name, outputs in expected.items():
-        assert tokens(found[name]) == tokens(outputs)
+
+
+@pytest.fixture(scope="module")
+def answers_of_mixed(checkpoint: Path) -> dict[str, list[Output]]:
+    engine = Engine(Options(model=checkpoint, max_num_seqs=6, max_model_len=81))
+    outputs = run_together(engine, *MIXED)
+    engine.close()
+    return outputs
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_preemption_or_a_late_mask_does_not_change_an_answer(
+    mixed: Engine,
+    answers_of_mixed: dict[str, list[Output]],
+    monkeypatch: pytest.MonkeyPatch,
+    late: bool,
+) -> None:
+    """Read replies at random, so that most masks are late, some even for preempted requests."""
+    if late:
+        rng, receive = random.Random(1), Grammar.receive
+
+        def rarely(grammar: Grammar) -> None:
+            if rng.random() < 0.2:
+                receive(grammar)
+
+        monkeypatch.setattr(Grammar, "receive", rarely)
+        monkeypatch.setattr(HeldRows, "wait_for", lambda rows, states: None)
+    found = run_together(mixed, *MIXED)
+    for name, outputs in answers_of_mixed.items():
+        assert tokens_of(found[name]) == tokens_of(outputs)
+        assert text(found[name]) == text(outputs)
         assert found[name][-1].finish_reason == outputs[-1].finish_reason
-    small.close()
+    if late:
+        assert mixed.stats().rows_held > 20
+    assert mixed.stats().generated_tokens == sum(map(len, map(tokens_of, found.values())))
 
 
 def test_structured_answers_are_counted(engine: Engine) -> None:
@@ -153,7 +178,7 @@ def test_structured_answers_are_counted(engine: Engine) -> None:
     stats = engine.stats()
     assert (stats.grammars, stats.grammars_compiled, stats.grammars_refused) == (1, 1, 1)
     # The last token needs no mask after it.
-    assert stats.masks == len(tokens(found["colour"])) + len(tokens(found["another"]))
+    assert stats.masks == len(tokens_of(found["colour"])) + len(tokens_of(found["another"]))
     assert stats.mask_seconds > 0
     assert stats.grammar_seconds > 0
     assert stats.structured_failed == 0
@@ -164,47 +189,9 @@ def test_an_answer_that_its_structure_ends_is_counted(engine: Engine) -> None:
     engine.step()
     (entry,) = engine.admission.grammars._entries.values()
     os.kill(entry.compiled.result().process, signal.SIGKILL)
-    outputs = [output for _ in until_idle(engine) for output in engine.step()]
-    assert outputs[-1].error is not None
+    assert finish(engine)["doomed"].error is not None
     assert engine.stats().structured_failed == 1
     assert engine.stats().failed == 1
-
-
-def until_idle(engine: Engine) -> Iterator[None]:
-    while not engine.idle:
-        yield
-
-
-@pytest.mark.parametrize("kv_cache_tokens", [4096, 81])
-def test_a_late_mask_delays_its_own_request_only(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, kv_cache_tokens: int
-) -> None:
-    """Read replies at random, so that most masks are late, some even for preempted requests."""
-    options = Options(
-        model=checkpoint,
-        max_num_seqs=6,
-        kv_cache_tokens=kv_cache_tokens,
-        max_model_len=81,
-        block_size=3,
-    )
-    engine = Engine(options)
-    expected = run_together(engine, *MIXED)
-    rng, receive = random.Random(1), Grammar.receive
-
-    def rarely(grammar: Grammar) -> None:
-        if rng.random() < 0.2:
-            receive(grammar)
-
-    monkeypatch.setattr(Grammar, "receive", rarely)
-    monkeypatch.setattr(HeldRows, "wait_for", lambda rows, states: None)
-    found = run_together(engine, *MIXED)
-    assert engine.stats().rows_held > 20
-    for name, outputs in expected.items():
-        assert tokens(found[name]) == tokens(outputs)
-        assert text(found[name]) == text(outputs)
-    free = engine.stats()
-    assert free.generated_tokens == 2 * sum(len(tokens(outputs)) for outputs in expected.values())
-    engine.close()
 
 
 def test_a_held_request_can_be_aborted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,13 +208,9 @@ def test_a_held_request_can_be_aborted(engine: Engine, monkeypatch: pytest.Monke
 
 
 def test_log_probabilities_are_those_of_the_unconstrained_model(engine: Engine) -> None:
-    free = run_together(engine, structured("free", None, temperature=0, max_tokens=1, logprobs=20))[
-        "free"
-    ]
-    (bound,) = run_together(
-        engine,
-        structured("bound", {"regex": "[0-9]"}, temperature=0, max_tokens=1, logprobs=20),
-    )["bound"][:1]
+    common = {"temperature": 0, "max_tokens": 1, "logprobs": 20}
+    free = run(engine, structured("free", None, **common))
+    (bound, *_) = run(engine, structured("bound", {"regex": "[0-9]"}, **common))
     assert free[0].logprobs is not None
     assert bound.logprobs is not None
     (of_free,), (of_bound,) = free[0].logprobs, bound.logprobs
@@ -243,14 +226,14 @@ def test_an_answer_that_reaches_its_limit_is_the_beginning_of_the_structure(
 ) -> None:
     schema = {"type": "object", "properties": {"text": {"type": "string", "minLength": 300}},
               "required": ["text"]}  # fmt: skip
-    outputs = run_together(engine, structured("cut", {"json": schema}, max_tokens=9))["cut"]
+    outputs = run(engine, structured("cut", {"json": schema}, max_tokens=9))
     assert outputs[-1].finish_reason == "length"
-    assert len(tokens(outputs)) == 9
+    assert len(tokens_of(outputs)) == 9
     assert regex.fullmatch(r'\{\s*"text"\s*:\s*".*', text(outputs), partial=True)
 
 
 def test_a_stop_string_ends_a_structured_answer(engine: Engine) -> None:
-    outputs = run_together(engine, structured("stop", {"regex": "a{40}b"}, stop="aaaa"))["stop"]
+    outputs = run(engine, structured("stop", {"regex": "a{40}b"}, stop="aaaa"))
     assert outputs[-1].finish_reason == "stop"
     assert text(outputs) == ""
 
@@ -267,10 +250,7 @@ def test_without_the_package_a_structured_request_is_unsupported(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(Unsupported, match=r"pip install 'vlora\[structured\]'"):
         engine.prepare(structured("none", ANY))
-    assert (
-        run_together(engine, structured("choice", {"choice": ["a", "b"]}))["choice"][-1].text
-        in "ab"
-    )
+    assert run(engine, structured("choice", {"choice": ["a", "b"]}))[-1].text in "ab"
 
 
 def test_grammars_are_given_back(engine: Engine) -> None:
@@ -321,45 +301,33 @@ def test_hostile_structures_harm_no_other_request(checkpoint: Path) -> None:
         request("healthy", max_tokens=200),
         structured("healthy draws", None, max_tokens=200, ignore_eos=True),
     ]
-    expected = {name: tokens(outputs) for name, outputs in run_together(engine, *healthy).items()}
+    expected = {
+        name: tokens_of(outputs) for name, outputs in run_together(engine, *healthy).items()
+    }
     loop, sink = EngineLoop(engine, max_waiting=200), Collector()
-    refused: dict[str, VLoraError] = {}
 
-    def attack(name: str) -> None:
+    def attack(name: str) -> VLoraError | None:
+        """Return the error that refuses a hostile structure, None if it is accepted."""
         hostile = SamplingParams(
             temperature=1.0, seed=1, max_tokens=10, structured_outputs=HOSTILE[name]
         )
         try:
             loop.submit(request(name, sampling=hostile), sink)
         except VLoraError as error:
-            refused[name] = error
+            return error
+        return None
 
-    started = time.monotonic()
-    threads = [threading.Thread(target=attack, args=(name,)) for name in HOSTILE]
-    for thread in threads:
-        thread.start()
-    waits = []
-    for attempt in range(6):
-        for item in healthy:
-            began = time.monotonic()
-            name = f"{item.id} {attempt}"
-            loop.submit(replace(item, id=name), sink)
-            assert sink.last(name).error is None
-            assert sink.tokens(name) == expected[item.id]
-            waits.append(time.monotonic() - began)
-    for thread in threads:
-        thread.join()
-    for name in HOSTILE.keys() - refused:
-        last = sink.last(name, patience=120)
-        assert last.error is None or last.error.code in ("INVALID_ARG", "UNAVAILABLE"), name
-    seconds = time.monotonic() - started
-    codes = sorted({error.code for error in refused.values()})
-    assert set(codes) <= {"INVALID_ARG", "UNAVAILABLE", "UNSUPPORTED"}
-    print(
-        f"{len(HOSTILE)} hostile structures: {len(refused)} refused {codes}, {seconds:.1f} s in"
-        f" all; healthy requests took {max(waits):.2f} s at most"
-    )
-    assert seconds < 180
+    with ThreadPoolExecutor(len(HOSTILE)) as threads:
+        attacks = {name: threads.submit(attack, name) for name in HOSTILE}
+        for attempt in range(6):
+            for item in healthy:
+                name = f"{item.id} {attempt}"
+                loop.submit(replace(item, id=name), sink)
+                assert sink.last(name).error is None
+                assert sink.tokens(name) == expected[item.id]
+    for name, attempted in attacks.items():
+        error = attempted.result(120) or sink.last(name, patience=120).error
+        assert error is None or error.code in ("INVALID_ARG", "UNAVAILABLE", "UNSUPPORTED"), name
     loop.submit(endless("after"), sink)
     sink.wait(lambda: len(sink.tokens("after")) > 3)
     loop.shutdown(drain_seconds=0.0)

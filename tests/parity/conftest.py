@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.checkpoints import FAMILIES
+from tests.support.families import OracleFamily, make_family
 from tests.support.make_adapters import AdapterSpec, make_adapters
 from tests.support.oracle import Oracle
 from tests.support.questions import Case, make_cases
@@ -59,3 +61,11 @@ def tally() -> Iterator[Tally]:
     yield tally
     print(f"\nparity: {tally.tokens} tokens, {tally.ties} near-ties")
     assert tally.ties <= max(1, tally.tokens // 1000), tally
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def family(
+    request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> OracleFamily:
+    """Return a vision family with two adapters, which a module's tests may add to."""
+    return make_family(request.param, checkpoint, tmp_path_factory.mktemp(request.param))

@@ -13,6 +13,7 @@ import torch
 from peft import PeftModel
 
 from tests.support import adapter_kinds as kinds
+from tests.support.engine_client import request, run_questions
 from tests.support.families import Family
 from tests.support.modes import drive
 from tests.support.oracle import NEAR_TIE
@@ -21,8 +22,7 @@ from vlora.engine.engine import Engine
 from vlora.ids import BASE
 from vlora.model.decoder_config import load_config
 from vlora.model.inputs import PromptReader
-from vlora.request import ImageFeatures, Request
-from vlora.sampling import SamplingParams
+from vlora.request import ImageFeatures
 from vlora.vision.images import DecodedImage
 
 MAX_TOKENS = 10
@@ -82,21 +82,11 @@ def features(family: Family) -> ImageFeatures:
     return ImageFeatures(encoded.features, encoded.layout)
 
 
-def ask(engine: Engine, family: Family, prompt: str, adapter: str | None, name: str) -> None:
-    own = features(family) if "<image>" in prompt else None
-    params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
-    request = Request(name, prompt_of(family, prompt), params, adapter=adapter, images=own)
-    engine.add(engine.prepare(request), arrival=0.0)
-
-
-def run(engine: Engine) -> dict[str, list[int]]:
-    answers: dict[str, list[int]] = {}
-    while not engine.idle:
-        for output in engine.step():
-            assert output.error is None
-            answers.setdefault(output.request_id, []).extend(output.token_ids)
-        engine.check_integrity()
-    return answers
+def run(engine: Engine, family: Family, *asked: tuple[str, str | None]) -> list[list[int]]:
+    """Return the tokens of answers to prompts with their adapters, which arrive together."""
+    own = [features(family) if "<image>" in prompt else None for prompt, _ in asked]
+    questions = [(prompt_of(family, prompt), (), adapter) for prompt, adapter in asked]
+    return [*run_questions(engine, questions, own, MAX_TOKENS)[0].values()]
 
 
 def prompt_of(family: Family, prompt: str) -> str:
@@ -125,21 +115,19 @@ def test_answers_equal_those_of_peft(family: Family, mode: str) -> None:
         drive(engine, lambda i: engine.adapters.slot(PLAIN) if i % 3 else BASE)
     adapters = (None, *INVOCATIONS, PLAIN)
     cases = list(itertools.product(PROMPTS, adapters))
-    for number, (prompt, adapter) in enumerate(cases):
-        ask(engine, family, prompt, adapter, str(number))
-    answers = run(engine)
+    answers = dict(zip(cases, run(engine, family, *cases), strict=True))
     if mode == "preempted":
         assert engine.stats().preemptions > 0
     changed = set()
-    for number, (prompt, adapter) in enumerate(cases):
+    for (prompt, adapter), answer in answers.items():
         images = [image()] if "<image>" in prompt else []
-        answer, text = answers[str(number)], prompt_of(family, prompt)
+        text = prompt_of(family, prompt)
         assert len(answer) == MAX_TOKENS
         assert family.gap(text, images, adapter, answer) <= NEAR_TIE, (prompt, adapter)
         invoked = adapter in INVOCATIONS and INVOCATIONS[adapter] in prompt
         if adapter in INVOCATIONS and not invoked:
-            assert answer == answers[str(cases.index((prompt, None)))]
-        elif invoked and answer != answers[str(cases.index((prompt, None)))]:
+            assert answer == answers[prompt, None]
+        elif invoked and answer != answers[prompt, None]:
             changed.add(adapter)
     assert changed == set(INVOCATIONS)
 
@@ -148,38 +136,27 @@ def test_one_prefill_of_an_image_serves_the_base_and_every_activated_adapter(
     family: Family,
 ) -> None:
     engine = engine_of(family)
-    prompts = {name: f"<s> <image> what is there?{text}" for name, text in INVOCATIONS.items()}
-    ask(engine, family, "<s> <image> what is there?", None, "base")
-    run(engine)
+    question = "<s> <image> what is there?"
+    run(engine, family, (question, None))
+    asked = request("x", prompt=prompt_of(family, question), images=features(family))
+    length = engine.prepare(asked).sequence.prompt_length
     before = engine.stats().cached_tokens
-    for name, prompt in prompts.items():
-        ask(engine, family, prompt, name, name)
-        run(engine)
-        asked = Request(
-            "x",
-            prompt_of(family, "<s> <image> what is there?"),
-            SamplingParams(),
-            images=features(family),
-        )
-        ids = engine.prepare(asked).sequence.prompt_length
+    for name, text in INVOCATIONS.items():
+        run(engine, family, (question + text, name))
         cached, before = engine.stats().cached_tokens - before, engine.stats().cached_tokens
-        assert cached >= ids - 1 - BLOCK, (name, cached, ids)
-        ask(engine, family, prompt, PLAIN, f"{name} {PLAIN}")
-        run(engine)
-        first = name == next(iter(prompts))
+        assert cached >= length - 1 - BLOCK, (name, cached, length)
+        run(engine, family, (question + text, PLAIN))
+        first = name == next(iter(INVOCATIONS))
         assert (engine.stats().cached_tokens == before) == first, "ordinary ones share no blocks"
         before = engine.stats().cached_tokens
-    ask(engine, family, prompts["check"], "check", "again")
-    assert run(engine)
 
 
 def test_a_later_invocation_shares_no_block_of_an_earlier_one(family: Family) -> None:
     """The longer prompt begins with the shorter one, but its adapter starts later."""
     engine = engine_of(family)
     once = "<s> check it what is there? check it"
-    for number, prompt in enumerate((once, f"{once} and so on: check it", once)):
-        ask(engine, family, prompt, "check", str(number))
-        answer = run(engine)[str(number)]
+    for prompt in (once, f"{once} and so on: check it", once):
+        (answer,) = run(engine, family, (prompt, "check"))
         assert family.gap(prompt, [], "check", answer) <= NEAR_TIE
 
 
@@ -207,6 +184,5 @@ def test_answers_equal_those_that_peft_generates(family: Family) -> None:
         min_new_tokens=MAX_TOKENS,
         max_new_tokens=MAX_TOKENS,
     )
-    engine = engine_of(family)
-    ask(engine, family, prompt, "check", "x")
-    assert run(engine)["x"] == generated[0, ids.shape[1] :].tolist()
+    (answer,) = run(engine_of(family), family, (prompt, "check"))
+    assert answer == generated[0, ids.shape[1] :].tolist()

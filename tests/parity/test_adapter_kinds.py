@@ -13,15 +13,7 @@ from transformers import LlamaForCausalLM
 
 from tests.support import adapter_kinds as kinds
 from tests.support.adapter_kinds import check_answers
-from tests.support.checkpoints import FAMILIES
 from tests.support.families import Family
-
-
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
-def family(
-    request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Family:
-    return Family(request.param, checkpoint, tmp_path_factory.mktemp(request.param))
 
 
 def test_every_served_kind_answers_as_with_peft(family: Family, tmp_path: Path) -> None:

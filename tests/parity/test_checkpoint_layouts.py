@@ -28,8 +28,8 @@ from transformers import (
 
 from tests.support import checkpoints
 from tests.support.checkpoints import make_checkpoint
+from tests.support.logits import logits_gap, save_decoder
 from tests.support.quantized_checkpoints import Layout, quantize_checkpoint
-from tests.support.small_decoder import logits_gap, save_decoder
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.engine.loop import EngineLoop

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.support.engine_client import run_together
 from tests.support.questions import Case
 from vlora.config import Options
 from vlora.engine.engine import Engine
-from vlora.request import Output, Request
+from vlora.request import Request
 from vlora.sampling import SamplingParams
 
 CHOICES = ("red", "reddish brown", "blue", "a blue square", "漢字")
@@ -20,12 +22,11 @@ def engine(checkpoint: Path, parity_adapters: Path) -> Engine:
     return Engine(Options(model=checkpoint, adapters=parity_adapters))
 
 
-def run_alone(engine: Engine, request: Request) -> list[Output]:
-    engine.add(engine.prepare(request), arrival=0.0)
-    outputs = []
-    while not engine.idle:
-        outputs += engine.step()
-    return outputs
+def text_of(engine: Engine, request: Request) -> str:
+    """Return the answer to a request that runs alone."""
+    (outputs,) = run_together(engine, request).values()
+    assert outputs[-1].finish_reason == "stop"
+    return "".join(output.text for output in outputs)
 
 
 def greedy_choice(case: Case, choices: tuple[str, ...]) -> str:
@@ -67,31 +68,17 @@ def test_the_choice_equals_the_oracles(
         if case.question.use_head:
             continue
         params = SamplingParams.parse({"temperature": 0, "choices": list(choices)})
-        request = Request(
-            id=f"c{index}",
-            prompt=case.question.prompt,
-            sampling=params,
-            adapter=case.question.adapter,
-            images=case.images,
-        )
-        outputs = run_alone(engine, request)
-        assert "".join(output.text for output in outputs) == greedy_choice(case, choices)
-        assert outputs[-1].finish_reason == "stop"
+        request = replace(case.request(f"c{index}"), sampling=params)
+        assert text_of(engine, request) == greedy_choice(case, choices)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_a_sampled_choice_is_always_one_of_the_set(engine: Engine, seed: int) -> None:
-    params = SamplingParams.parse({"temperature": 3.0, "seed": seed, "choices": list(CHOICES)})
-    outputs = run_alone(engine, Request(id="s", prompt="<s>which?", sampling=params))
-    assert "".join(output.text for output in outputs) in CHOICES
-
-
-def test_a_choice_fits_into_max_tokens(engine: Engine) -> None:
+@pytest.mark.parametrize("spare", [None, 4])
+def test_a_sampled_choice_is_always_one_of_the_set(engine: Engine, spare: int | None) -> None:
+    """spare: number of tokens that `max_tokens` leaves beyond those of a choice, if it is given."""
     required = len(engine.admission.reader.tokenizer("reddish brown")["input_ids"])
+    limit = {} if spare is None else {"max_tokens": required + spare}
     for seed in range(6):
-        params = SamplingParams.parse(
-            {"temperature": 3.0, "seed": seed, "choices": list(CHOICES), "max_tokens": required + 4}
-        )
-        outputs = run_alone(engine, Request(id="s", prompt="<s>which?", sampling=params))
-        assert "".join(output.text for output in outputs) in CHOICES
-        assert outputs[-1].num_output_tokens <= required + 4
+        keys = {"temperature": 3.0, "seed": seed, "choices": list(CHOICES)}
+        params = SamplingParams.parse(keys | limit)
+        request = Request(id="s", prompt="<s>which?", sampling=params)
+        assert text_of(engine, request) in CHOICES

@@ -27,13 +27,6 @@ pytestmark = pytest.mark.filterwarnings(
 FULL_RANK = 96
 
 
-@pytest.fixture(scope="module", params=["qwen2_vl", "llava_next"])
-def family(
-    request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Family:
-    return Family(request.param, checkpoint, tmp_path_factory.mktemp(request.param))
-
-
 def run(checkpoint: Path, source: Path, out: Path, limits: ConversionLimits) -> Conversion:
     config = load_config(checkpoint)
     return convert(

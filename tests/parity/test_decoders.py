@@ -6,12 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
@@ -20,15 +16,11 @@ from transformers import (
     Qwen3Config,
 )
 
-from tests.support.oracle import NEAR_TIE
-from tests.support.questions import WORDS
-from vlora.config import Options
-from vlora.engine.engine import Engine
-from vlora.request import Request
-from vlora.sampling import SamplingParams
+from tests.support.logits import logits_gap, save_decoder
 
 TRAINED = 32
-"""Original number of positions of the scaled rotary embeddings; prompts are longer."""
+"""Original number of positions of the scaled rotary embeddings; one prompt is longer."""
+TOLERANCE = 3e-4
 
 BASE = {"rope_theta": 1e4}
 LINEAR = BASE | {"rope_type": "linear", "factor": 4.0}
@@ -72,63 +64,16 @@ DECODERS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
 
 
 def save(name: str, checkpoint: Path, folder: Path) -> PreTrainedModel:
-    """Save a random decoder with the demo's tokenizer, and return it."""
     kind, options = DECODERS[name]
-    torch.manual_seed(3)
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     sizes = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3}
-    config = kind(
-        vocab_size=len(tokenizer),
-        num_attention_heads=6,
-        num_key_value_heads=3,
-        max_position_embeddings=4 * TRAINED,
-        initializer_range=0.2,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        **sizes,
-        **options,
-    )
-    model = AutoModelForCausalLM.from_config(config).eval()
-    for parameter in model.parameters():
-        if parameter.ndim == 1:
-            torch.nn.init.normal_(parameter, mean=0.5, std=0.3)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return model
-
-
-def max_logit_gap(model: PreTrainedModel, folder: Path) -> float:
-    """Return the maximum gap between transformers' best logit and that of the engine's token.
-
-    The engine answers eight prompts longer than TRAINED in one batch; transformers is
-    teacher-forced with its tokens.
-    """
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    engine = Engine(Options(model=folder))
-    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-    rng = np.random.default_rng(0)
-    prompts = {f"q{i}": " ".join(["<s>", *rng.choice(WORDS, TRAINED)]) for i in range(8)}
-    for request_id, prompt in prompts.items():
-        engine.add(engine.prepare(Request(request_id, prompt, params)), arrival=0.0)
-    answers: dict[str, list[int]] = {request_id: [] for request_id in prompts}
-    while not engine.idle:
-        for output in engine.step():
-            answers[output.request_id] += output.token_ids
-    gap = 0.0
-    for request_id, tokens in answers.items():
-        ids = tokenizer(prompts[request_id], add_special_tokens=False)["input_ids"]
-        assert len(ids) >= TRAINED
-        with torch.inference_mode():
-            logits = model(torch.tensor([ids + tokens])).logits[0, len(ids) - 1 : -1]
-        for row, token in zip(logits, tokens, strict=True):
-            gap = max(gap, float(row.max() - row[token]))
-    return gap
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3}
+    return save_decoder(checkpoint, folder, kind, **sizes, **heads, **options)
 
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_decoder_equals_that_of_transformers(name: str, checkpoint: Path, tmp_path: Path) -> None:
     model = save(name, checkpoint, tmp_path)
-    assert max_logit_gap(model, tmp_path) <= NEAR_TIE
+    assert logits_gap(model, tmp_path) <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["rope-linear", "rope-llama3", "rope-yarn"])
@@ -139,4 +84,4 @@ def test_a_decoder_without_its_rope_scaling_differs(
     path = tmp_path / "config.json"
     plain = {"rope_parameters": BASE | {"rope_type": "default"}}
     path.write_text(json.dumps(json.loads(path.read_text()) | plain))
-    assert max_logit_gap(model, tmp_path) > 100 * NEAR_TIE
+    assert logits_gap(model, tmp_path) > 100 * TOLERANCE

@@ -14,9 +14,14 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.support.checkpoints import FAMILIES
 from tests.support.engine_client import run_questions
-from tests.support.families import ADAPTERS, VIDEO_FAMILIES, Family
+from tests.support.families import (
+    ADAPTERS,
+    FAMILY_NAMES,
+    VIDEO_FAMILIES,
+    Family,
+    OracleFamily,
+)
 from tests.support.modes import drive
 from tests.support.oracle import NEAR_TIE
 from vlora.config import Options
@@ -27,22 +32,16 @@ from vlora.model.decoder_config import load_config
 from vlora.model.inputs import PromptReader
 from vlora.request import ImageFeatures, Request
 from vlora.sampling import SamplingParams
+from vlora.vision.chat_template import ChatTemplate
 from vlora.vision.images import DecodedImage
-from vlora.vision.prompts import ChatTemplate, render
+from vlora.vision.prompts import render
 
 MAX_TOKENS = 24
 CLIPS = (2, 8)
 """Questions about a clip. The second clip begins with the first two frames of the first."""
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
-def family(
-    request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Family:
-    return Family(request.param, checkpoint, tmp_path_factory.mktemp(request.param))
-
-
-def questions(family: Family) -> list[tuple[str, list[DecodedImage], str | None]]:
+def questions(family: OracleFamily) -> list[tuple[str, list[DecodedImage], str | None]]:
     """Return prompts with their images, of sizes that make different numbers of tokens.
 
     The first and the last prompt with three pictures have a clip, the others independent images.
@@ -68,7 +67,8 @@ def questions(family: Family) -> list[tuple[str, list[DecodedImage], str | None]
 
 
 @pytest.mark.parametrize("mode", ["unmerged", "mixed", "preempted"])
-def test_answers_equal_those_of_the_stock_model(family: Family, mode: str) -> None:
+@pytest.mark.parametrize("family", FAMILY_NAMES, indirect=True)
+def test_answers_equal_those_of_the_oracle(family: OracleFamily, mode: str) -> None:
     asked = questions(family)
     features = [
         ImageFeatures(encoded.features, encoded.layout)
@@ -150,17 +150,11 @@ def test_a_clip_is_what_the_stock_model_makes_of_a_video(
     (encoded,) = family.service.run([images])
     assert int(encoded.layout[:, 5].sum()) == frames
     engine = Engine(Options(model=family.checkpoint, adapters=family.adapters))
-    for adapter in (None, ADAPTERS[0]):
-        params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
-        features = ImageFeatures(encoded.features, encoded.layout)
-        request = Request("r", prompt, params, adapter=adapter, images=features)
-        engine.add(engine.prepare(request), arrival=0.0)
-        answer: list[int] = []
-        while not engine.idle:
-            for output in engine.step():
-                assert output.error is None
-                answer += output.token_ids
-        assert family.gap(prompt, images, adapter, answer) <= NEAR_TIE
+    features = ImageFeatures(encoded.features, encoded.layout)
+    asked = [(prompt, images, adapter) for adapter in (None, ADAPTERS[0])]
+    answers, _ = run_questions(engine, asked, [features] * 2, MAX_TOKENS)
+    for number, (*question, adapter) in enumerate(asked):
+        assert family.gap(*question, adapter, answers[str(number)]) <= NEAR_TIE
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True)
@@ -228,3 +222,31 @@ def test_pairs_of_frames_are_cached_and_have_the_size_of_the_first(family: Famil
     assert whole.size.tolist() == longer.size.tolist() == [[24, 40]]
     (last,) = family.service.run([[DecodedImage(frames[4].rgb)]])
     assert np.array_equal(last.features, longer.features[2 * rows :])
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True)
+def test_features_that_differ_in_a_level_or_the_grid_share_no_block(family: Family) -> None:
+    (prompt, images, _), *_ = questions(family)
+    (encoded,) = family.service.run([images])
+    width = encoded.features.shape[1]
+    other_level = encoded.features.copy()
+    other_level[:, -width // 4 :] += 1.0
+    other_grid = encoded.layout.copy()
+    other_grid[0, 3:5] = other_grid[0, 4:2:-1]
+    assert (other_grid != encoded.layout).any()
+    features = [
+        ImageFeatures(encoded.features, encoded.layout),
+        ImageFeatures(encoded.features, encoded.layout),
+        ImageFeatures(other_level, encoded.layout),
+        ImageFeatures(encoded.features, other_grid),
+    ]
+    engine = Engine(Options(model=family.checkpoint, block_size=4, kv_cache_tokens=4096))
+    cached = [run_questions(engine, [(prompt, images, None)], [one], 2)[1]["0"] for one in features]
+    before_image = PromptReader(family.checkpoint, load_config(family.checkpoint)).read(
+        prompt, features[0]
+    )
+    first_row = before_image.feature_row.tolist().index(0)
+    assert cached[1] > first_row
+    assert cached[2] <= first_row
+    # The first tokens of both grids have equal positions.
+    assert first_row < cached[3] < cached[1]

@@ -8,18 +8,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import LlavaForConditionalGeneration
 
 from benchmarks import llava
-from tests.support.logits import SMALL, engine_logits, stock_logits
+from tests.support.logits import (
+    SMALL,
+    engine_logits,
+    logits_gap,
+    questions,
+    save_decoder,
+    stock_logits,
+)
 from tests.support.make_adapters import AdapterSpec, make_adapters
 from tests.support.quantized_checkpoints import LINEAR, VISION, Layout, quantize_checkpoint
 from tests.support.small_adapter import edit_tensors
-from tests.support.small_decoder import logits_gap, save_decoder
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.errors import InvalidArgument
@@ -32,7 +37,6 @@ from vlora.model.loader import find_weights
 from vlora.request import Request
 from vlora.sampling import SamplingParams
 from vlora.vision.encoder import VisionEncoder
-from vlora.vision.images import DecodedImage
 
 TOLERANCE = 3e-4
 FORMS = {"int8": Format(8, None), "int4": Format(4, 32, zeros=True)}
@@ -56,7 +60,7 @@ LAYOUTS = {
 def test_published_layouts_equal_the_dequantized_model(
     name: str, checkpoint: Path, tmp_path: Path
 ) -> None:
-    model = save_decoder(checkpoint, tmp_path)
+    model = save_decoder(checkpoint, tmp_path, attention_bias=True)
     original = {key: value.clone() for key, value in model.state_dict().items()}
     exact = quantize_checkpoint(tmp_path, LAYOUTS[name])
     model.load_state_dict(exact, strict=False)
@@ -76,7 +80,7 @@ def test_published_layouts_equal_the_dequantized_model(
 def test_quantizing_at_load_equals_the_dequantized_model(
     options: dict[str, Any], form: Format, tied: bool, checkpoint: Path, tmp_path: Path
 ) -> None:
-    model = save_decoder(checkpoint, tmp_path, tie_word_embeddings=tied)
+    model = save_decoder(checkpoint, tmp_path, attention_bias=True, tie_word_embeddings=tied)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
     _dequantize(model, form)
     assert logits_gap(model, tmp_path, **options) <= TOLERANCE
@@ -117,18 +121,12 @@ def test_adapters_and_images_on_quantized_weights_equal_peft(method: str, tmp_pa
         weights = quantize_checkpoint(quantized, Layout("awq", group=64))
         save_file(weights, exact / "model.safetensors", {"format": "pt"})
         small = replace(small, folder=quantized)
-    rng = np.random.default_rng(5)
-    prompts = [f"<image> {llava.prompt(8 + index, index, SMALL)}" for index in range(4)]
-    images = [
-        DecodedImage(rng.integers(0, 256, (SMALL.image, SMALL.image, 3), dtype=np.uint8))
-        for _ in prompts
-    ]
+    asked = questions(4, 5)
     for name in (None, small.adapter_names[1]):
         adapter = None if name is None else small.adapters / name
-        expected = stock_logits(exact, "float32", prompts, images, adapter)
-        served = engine_logits(
-            small.folder, "float32", prompts, images, small.adapters, [name] * 4, **options
-        )
+        expected = stock_logits(exact, "float32", *asked, adapter)
+        names = [name] * 4
+        served = engine_logits(small.folder, "float32", *asked, small.adapters, names, **options)
         torch.testing.assert_close(served, expected, rtol=0, atol=TOLERANCE)
 
 
@@ -149,15 +147,10 @@ def test_an_adapter_of_the_lm_head_acts_on_its_quantized_weight(
     shutil.copytree(adapters / "head", plain)
     copy = "base_model.model.lm_head.base_layer.weight"
     edit_tensors(plain, lambda tensors: tensors.pop(copy))
-    rng = np.random.default_rng(6)
-    prompts = [f"<image> {llava.prompt(8 + index, index, SMALL)}" for index in range(3)]
-    images = [
-        DecodedImage(rng.integers(0, 256, (SMALL.image, SMALL.image, 3), dtype=np.uint8))
-        for _ in prompts
-    ]
-    expected = stock_logits(exact, "float32", prompts, images, plain)
+    asked = questions(3, 6)
+    expected = stock_logits(exact, "float32", *asked, plain)
     served = engine_logits(
-        small.folder, "float32", prompts, images, adapters, ["head"] * 3, quantization=quantization
+        small.folder, "float32", *asked, adapters, ["head"] * 3, quantization=quantization
     )
     torch.testing.assert_close(served, expected, rtol=0, atol=TOLERANCE)
     edit_tensors(adapters / "head", lambda tensors: tensors[copy][-1].add_(1))
@@ -195,15 +188,15 @@ def test_the_vision_tower_of_a_quantized_checkpoint_is_the_float_one(tmp_path: P
     small = llava.make(SMALL, tmp_path / "small").folder
     quantized = tmp_path / "quantized"
     shutil.copytree(small, quantized)
-    config = quantized / "config.json"
-    described = json.loads(config.read_text()) | {"quantization_config": Layout("gptq").config}
-    config.write_text(json.dumps(described))
+    describe(quantized, Layout("gptq").config)
     assert VisionEncoder(quantized, 1).tower_digest == VisionEncoder(small, 1).tower_digest
 
 
-def change(folder: Path, changes: dict[str, Any]) -> None:
+def describe(folder: Path, quantization: dict[str, Any]) -> None:
+    """Write a `quantization_config` into the checkpoint's config."""
     path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    described = json.loads(path.read_text()) | {"quantization_config": quantization}
+    path.write_text(json.dumps(described))
 
 
 @pytest.mark.parametrize(
@@ -222,8 +215,8 @@ def change(folder: Path, changes: dict[str, Any]) -> None:
 def test_other_quantizations_are_refused_by_name(
     quantization: dict[str, Any], message: str, checkpoint: Path, tmp_path: Path
 ) -> None:
-    save_decoder(checkpoint, tmp_path)
-    change(tmp_path, {"quantization_config": quantization})
+    save_decoder(checkpoint, tmp_path, attention_bias=True)
+    describe(tmp_path, quantization)
     with pytest.raises(InvalidArgument, match=message):
         load_config(tmp_path)
 
@@ -231,22 +224,21 @@ def test_other_quantizations_are_refused_by_name(
 def test_a_quantized_checkpoint_is_refused_where_its_floats_are_needed(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    save_decoder(checkpoint, tmp_path)
+    save_decoder(checkpoint, tmp_path, attention_bias=True)
     quantize_checkpoint(tmp_path, Layout("awq"))
     with pytest.raises(InvalidArgument, match="quantized by awq; this operation needs weights"):
         find_weights(tmp_path, load_config(tmp_path))
-    with pytest.raises(
-        InvalidArgument, match="stored by awq as int4 in groups of 32; remove the key"
-    ):
+    stored = "stored by awq as int4 in groups of 32; remove the key"
+    with pytest.raises(InvalidArgument, match=stored):
         Engine(Options(model=tmp_path, quantization="int8"))
 
 
 def test_missing_and_misshapen_parts_are_named(checkpoint: Path, tmp_path: Path) -> None:
-    save_decoder(checkpoint, tmp_path)
-    change(tmp_path, {"quantization_config": Layout("awq").config})
+    save_decoder(checkpoint, tmp_path, attention_bias=True)
+    describe(tmp_path, Layout("awq").config)
     with pytest.raises(InvalidArgument, match="layer 0, q_proj: 'qweight' is missing"):
         Engine(Options(model=tmp_path))
     quantize_checkpoint(tmp_path, Layout("awq"))
-    change(tmp_path, {"quantization_config": Layout("awq", group=64).config})
+    describe(tmp_path, Layout("awq", group=64).config)
     with pytest.raises(InvalidArgument, match="layer 0, q_proj: scales of shape"):
         Engine(Options(model=tmp_path))

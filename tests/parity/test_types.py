@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from benchmarks import llava
-from tests.support.logits import SMALL, TYPES, engine_logits, stock_logits
+from tests.support.logits import SMALL, TYPES, engine_logits, questions, stock_logits
 from vlora.model.decoder_config import dtype_of, load_config
 from vlora.model.loader import load_weights
-from vlora.vision.images import DecodedImage
 
 DEMO = Path(__file__).parents[2] / "tools" / "demo" / "checkpoint"
 PROMPTS = 12
@@ -29,28 +27,30 @@ def subject(request: pytest.FixtureRequest, small: llava.Checkpoint) -> tuple[Pa
     return (DEMO, 64) if request.param == "demo" else (small.folder, SMALL.image)
 
 
+def check_rounding(served: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor) -> None:
+    """Check that the error of `served` is at most 1.5 times that of `theirs`."""
+    error, allowed = ((logits - exact).square().mean().sqrt() for logits in (served, theirs))
+    assert 0 < error <= 1.5 * allowed, f"{error:.4g} against {allowed:.4g}"
+
+
 def test_logits_in_bfloat16_are_as_near_to_fp32_as_those_of_transformers(
     subject: tuple[Path, int],
 ) -> None:
     folder, side = subject
-    rng = np.random.default_rng(5)
-    prompts = [f"<image> {llava.prompt(8 + index, index, SMALL)}" for index in range(PROMPTS)]
-    images = [DecodedImage(rng.integers(0, 256, (side, side, 3), dtype=np.uint8)) for _ in prompts]
-    exact = stock_logits(folder, "float32", prompts, images)
-    assert torch.allclose(engine_logits(folder, "float32", prompts, images), exact, atol=2e-4)
-    theirs = (stock_logits(folder, "bfloat16", prompts, images) - exact).square().mean().sqrt()
-    error = (engine_logits(folder, "bfloat16", prompts, images) - exact).square().mean().sqrt()
-    assert 0 < error <= 1.5 * theirs, f"{error:.4g} against {theirs:.4g}"
+    asked = questions(PROMPTS, 5, side)
+    exact = stock_logits(folder, "float32", *asked)
+    assert torch.allclose(engine_logits(folder, "float32", *asked), exact, atol=2e-4)
+    theirs = stock_logits(folder, "bfloat16", *asked)
+    check_rounding(engine_logits(folder, "bfloat16", *asked), theirs, exact)
 
 
 def test_with_adapters_logits_in_bfloat16_are_as_near_to_fp32_as_those_of_peft(
     small: llava.Checkpoint,
 ) -> None:
-    rng = np.random.default_rng(6)
-    side, names = SMALL.image, small.adapter_names
-    prompts = [f"<image> {llava.prompt(8 + index, index, SMALL)}" for index in range(PROMPTS)]
-    images = [DecodedImage(rng.integers(0, 256, (side, side, 3), dtype=np.uint8)) for _ in prompts]
+    names = small.adapter_names
+    prompts, images = questions(PROMPTS, 6)
     prompt_adapters = [names[index % len(names)] for index in range(PROMPTS)]
+    adapters = small.adapters, prompt_adapters
 
     def peft_logits(dtype: str) -> torch.Tensor:
         logits = torch.empty(PROMPTS, SMALL.vocabulary)
@@ -62,16 +62,10 @@ def test_with_adapters_logits_in_bfloat16_are_as_near_to_fp32_as_those_of_peft(
         return logits
 
     exact = peft_logits("float32")
-    logits = engine_logits(
-        small.folder, "float32", prompts, images, small.adapters, prompt_adapters
-    )
+    logits = engine_logits(small.folder, "float32", prompts, images, *adapters)
     assert torch.allclose(logits, exact, atol=5e-4)
-    allowed = 1.5 * (peft_logits("bfloat16") - exact).square().mean().sqrt()
-    logits = engine_logits(
-        small.folder, "bfloat16", prompts, images, small.adapters, prompt_adapters
-    )
-    error = (logits - exact).square().mean().sqrt()
-    assert 0 < error <= allowed, f"{error:.4g} against {allowed:.4g}"
+    logits = engine_logits(small.folder, "bfloat16", prompts, images, *adapters)
+    check_rounding(logits, peft_logits("bfloat16"), exact)
 
 
 @pytest.mark.parametrize("rows", ["merged", "mixture"])
@@ -79,19 +73,14 @@ def test_merged_logits_in_bfloat16_are_as_near_to_fp32_as_those_of_merge_and_unl
     small: llava.Checkpoint, rows: str
 ) -> None:
     """Compare rows of the live adapter, and rows of others from which it is subtracted."""
-    rng = np.random.default_rng(7)
-    side, (live, other, *_) = SMALL.image, small.adapter_names
+    live, other, *_ = small.adapter_names
     adapter = live if rows == "merged" else other
-    folder = small.adapters / adapter
-    prompts = [f"<image> {llava.prompt(8 + index, index, SMALL)}" for index in range(PROMPTS)]
-    images = [DecodedImage(rng.integers(0, 256, (side, side, 3), dtype=np.uint8)) for _ in prompts]
-    exact = stock_logits(small.folder, "float32", prompts, images, folder)
-    theirs = stock_logits(small.folder, "bfloat16", prompts, images, folder, merged=True)
+    folder, asked = small.adapters / adapter, questions(PROMPTS, 7)
+    exact = stock_logits(small.folder, "float32", *asked, folder)
+    theirs = stock_logits(small.folder, "bfloat16", *asked, folder, merged=True)
     names = [adapter] * PROMPTS
-    logits = engine_logits(small.folder, "bfloat16", prompts, images, small.adapters, names, live)
-    error = (logits - exact).square().mean().sqrt()
-    allowed = 1.5 * (theirs - exact).square().mean().sqrt()
-    assert 0 < error <= allowed, f"{error:.4g} against {allowed:.4g}"
+    logits = engine_logits(small.folder, "bfloat16", *asked, small.adapters, names, live)
+    check_rounding(logits, theirs, exact)
 
 
 def test_dtype_auto_is_bfloat16_only_for_a_checkpoint_stored_in_it(

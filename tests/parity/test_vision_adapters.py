@@ -3,40 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.support.checkpoints import FAMILIES
-from tests.support.families import ADAPTERS, VISION_ADAPTERS, Family
+from tests.support.engine_client import run_questions
+from tests.support.families import ADAPTERS, FAMILY_NAMES, VISION_ADAPTERS, OracleFamily
 from tests.support.oracle import NEAR_TIE
 from vlora.adapters.catalog import FolderFinder
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.model.decoder_config import load_config
 from vlora.model.loader import adapter_shape
-from vlora.request import ImageFeatures, Request
-from vlora.sampling import SamplingParams
+from vlora.request import ImageFeatures
 from vlora.vision.adapters import VisionAdapters
+from vlora.vision.chat_template import ChatTemplate
 from vlora.vision.images import DecodedImage
-from vlora.vision.prompts import ChatTemplate, render
+from vlora.vision.prompts import render
 
 MAX_TOKENS = 12
 NAMES = (None, ADAPTERS[0], *VISION_ADAPTERS)
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
-def family(
-    request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Family:
-    family = Family(request.param, checkpoint, tmp_path_factory.mktemp(request.param))
-    family.add_vision_adapters()
-    return family
-
-
 @pytest.fixture(scope="module")
-def vision(family: Family) -> Iterator[VisionAdapters]:
+def vision(family: OracleFamily) -> Iterator[VisionAdapters]:
+    family.add_vision_adapters()
     shape = adapter_shape(family.checkpoint, load_config(family.checkpoint))
     layers = family.encoder.layers
     assert shape.vision().keys() == layers.keys()
@@ -45,7 +36,8 @@ def vision(family: Family) -> Iterator[VisionAdapters]:
     adapters.close()
 
 
-def test_answers_equal_those_of_the_stock_model(family: Family, vision: VisionAdapters) -> None:
+@pytest.mark.parametrize("family", FAMILY_NAMES, indirect=True)
+def test_answers_equal_those_of_the_oracle(family: OracleFamily, vision: VisionAdapters) -> None:
     """All adapters see the same images in one batch; tokens are mixed in each step."""
     rng = np.random.default_rng(3)
     template = ChatTemplate.from_checkpoint(family.checkpoint)
@@ -58,17 +50,10 @@ def test_answers_equal_those_of_the_stock_model(family: Family, vision: VisionAd
     after = family.service.counters
     assert after.misses - before.misses == 2 * 4  # base and "first" share their features
     engine = Engine(Options(model=family.checkpoint, adapters=family.adapters, block_size=4))
-    answers: dict[str, list[int]] = {}
-    for name, own in zip(NAMES, encoded, strict=True):
-        params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
-        features = ImageFeatures(own.features, own.layout, own.adapter_version)
-        request = Request(str(name), prompt, params, adapter=name, images=features)
-        engine.add(engine.prepare(request), arrival=0.0)
-        answers[str(name)] = []
-    while not engine.idle:
-        for output in engine.step():
-            assert output.error is None
-            answers[output.request_id] += output.token_ids
-    for name in NAMES:
-        assert family.gap(prompt, images, name, answers[str(name)]) <= NEAR_TIE, name
+    asked = [(prompt, images, name) for name in NAMES]
+    features = [ImageFeatures(own.features, own.layout, own.adapter_version) for own in encoded]
+    answers, _ = run_questions(engine, asked, features, MAX_TOKENS)
+    for number, name in enumerate(NAMES):
+        assert family.gap(prompt, images, name, answers[str(number)]) <= NEAR_TIE, name
+    assert len(set(map(tuple, answers.values()))) > 1, "the adapters change nothing"
     engine.adapters.check_integrity()

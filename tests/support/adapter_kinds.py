@@ -25,14 +25,15 @@ from peft import (
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
+from tests.support.engine_client import run_questions
 from tests.support.families import Family
 from tests.support.oracle import NEAR_TIE
 from vlora.config import Options
 from vlora.engine.engine import Engine
-from vlora.request import ImageFeatures, Request
-from vlora.sampling import SamplingParams
+from vlora.request import ImageFeatures
+from vlora.vision.chat_template import ChatTemplate
 from vlora.vision.images import DecodedImage
-from vlora.vision.prompts import ChatTemplate, render
+from vlora.vision.prompts import render
 
 MAX_TOKENS = 12
 TARGETS = r".*language_model.*\.(q_proj|v_proj|o_proj|up_proj|down_proj)"
@@ -204,23 +205,17 @@ def _answers(family: Family, root: Path, names: list[str]) -> dict[str, list[lis
     """Return the answers' tokens for all questions by each adapter, computed in one batch."""
     engine = Engine(Options(model=family.checkpoint, adapters=root))
     assert not engine.adapters.table.broken
+    questions = list(_questions(family))
+    own: list[ImageFeatures | None] = []
+    for _, images in questions:
+        encoded = family.service.run([images])[0] if images else None
+        features = encoded and ImageFeatures(encoded.features, encoded.layout)
+        own += [features] * len(names)
+    asked = [(*question, name) for question in questions for name in names]
+    tokens, _ = run_questions(engine, asked, own, MAX_TOKENS)
     found: dict[str, list[list[int]]] = {name: [] for name in names}
-    tokens: dict[str, list[int]] = {}
-    for number, (prompt, images) in enumerate(_questions(family)):
-        own = None
-        if images:
-            (encoded,) = family.service.run([images])
-            own = ImageFeatures(encoded.features, encoded.layout)
-        params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
-        for name in names:
-            request = Request(f"{number} {name}", prompt, params, adapter=name, images=own)
-            engine.add(engine.prepare(request), arrival=0.0)
-            tokens[request.id] = []
-            found[name].append(tokens[request.id])
-    while not engine.idle:
-        for output in engine.step():
-            assert output.error is None
-            tokens[output.request_id] += output.token_ids
+    for number, (*_, name) in enumerate(asked):
+        found[name].append(tokens[str(number)])
     return found
 
 

@@ -29,8 +29,6 @@ ADAPTER_BYTES = 2 * RANK * HIDDEN * 4
 
 
 class Memory:
-    """Pages of plain bytes."""
-
     page_bytes = PAGE
 
     def __init__(self, pages: int) -> None:
@@ -56,7 +54,6 @@ def write_adapter(folder: Path, seed: int) -> None:
 
 
 def small_model() -> ModelShape:
-    """Return the shape of a model of one matrix."""
     shapes = {"q_proj": (HIDDEN, HIDDEN)}
     return ModelShape(1, HIDDEN, 8, shapes, "model.", lambda: torch.zeros(0), tuple)
 

@@ -12,7 +12,7 @@ SMALL_GRID: dict[str, Any] = {
     "registered": [2, 8],
     "resident": [2, 4],
     "burst": {"adapters": 6, "room": 2, "host": 2, "requests": 12},
-    "traces": {"registered": 4, "requests": 8, "room": [2], "host": 3, "kinds": ["zipf"]},
+    "split": {"registered": 4},
     "repeats": 1,
     "rounds": 2,
 }

@@ -2,45 +2,69 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple, Protocol, cast
 
 import pytest
 import torch
 
-from tools.tile_search.cuda_build import NoToolchain, emulate
+from csrc.atmm.cuda.build import NoToolchain, emulate
 from vlora import native
 from vlora.atmm import op, tiles
 from vlora.atmm.cuda.library import Library
+from vlora.atmm.cuda.operator import Operator, current
 from vlora.atmm.groups import LoraGroup
 from vlora.atmm.types import LoraPair, Segment
 from vlora.backends import Backend
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
-FORMS = [(FP32, FP32), (BF16, BF16), (BF16, FP32)]
-"""Pairs of types: that of the adapters, and that of x and y."""
-each_form = pytest.mark.parametrize(("dtype", "rows_dtype"), FORMS)
+
+class Form(NamedTuple):
+    """Types of a call: that of the adapters, and that of x and y."""
+
+    dtype: torch.dtype
+    rows: torch.dtype
+
+    def randn(self, *shape: int) -> torch.Tensor:
+        """Return random rows of x or y."""
+        return torch.randn(shape).to(self.rows)
+
+
+FORMS = [Form(FP32, FP32), Form(BF16, BF16), Form(BF16, FP32)]
+each_form = pytest.mark.parametrize("form", FORMS)
 
 MULTIPLY_PAIRS = ("twin", "avx512_bf16", "amx")
 """Instruction sets that round fp32 rows to bf16 before multiplying."""
 
-TWIN, EMULATED, CUDA = "twin", "cuda-emulated", "cuda"
+EMULATED, CUDA = "cuda-emulated", "cuda"
+
+
+FORCED = os.environ.get("VLORA_ISA")
+"""Instruction sets that `make test-isas` forces; None if the tests run with each set."""
+
+
+def isas() -> list[str]:
+    """Return the instruction sets of this CPU and the plain C++ twin of AMX; none without the core.
+
+    They are sorted by name, because each worker must find the tests in the same order, and
+    `tiles.isas()` orders them by a measurement.
+    """
+    try:
+        return [FORCED] if FORCED else [*sorted(tiles.isas()), "twin"]
+    except ImportError:
+        return []
 
 
 def implementations() -> list[str]:
-    """Return the names of all implementations.
-
-    These are the reference, each instruction set of this CPU, the plain C++ twin of AMX, the CUDA
-    kernels emulated on the host and, if there is a GPU, those on the GPU. The instruction sets are
-    sorted by name, because each worker must find the tests in the same order, and `tiles.isas()`
-    orders them by a measurement.
-    """
-    try:
-        isas = [*sorted(tiles.isas()), TWIN]
-    except ImportError:
-        isas = []
-    return ["reference", *isas, EMULATED, *([CUDA] if torch.cuda.is_available() else [])]
+    """Return the names of all implementations: the reference, those of this CPU, the CUDA kernels
+    emulated on the host and, if there is a GPU, those on the GPU. `make test-isas` runs only what
+    it forces."""
+    if FORCED:
+        return isas()
+    return ["reference", *isas(), EMULATED, *([CUDA] if torch.cuda.is_available() else [])]
 
 
 def emulation() -> Library:
@@ -51,9 +75,24 @@ def emulation() -> Library:
         pytest.skip(str(error))
 
 
-compiled = pytest.mark.skipif(
-    implementations()[1] == EMULATED, reason="the compiled core was not built"
-)
+@pytest.fixture(scope="session")
+def emulated() -> Operator:
+    """Return the operator of the CUDA kernels that are compiled for the host."""
+    return Operator(emulation(), torch.device("cpu"))
+
+
+@pytest.fixture(scope="module", params=["emulated", "cuda"])
+def operator(request: pytest.FixtureRequest) -> Operator:
+    """Return the operator of the emulated kernels, and that of a GPU if there is one."""
+    if request.param == "emulated":
+        return cast(Operator, request.getfixturevalue("emulated"))
+    try:
+        return current()
+    except ImportError as error:
+        pytest.skip(str(error))
+
+
+compiled = pytest.mark.skipif(not isas(), reason="the compiled core was not built")
 
 
 def group_of(
@@ -76,8 +115,20 @@ def group_of(
     return group
 
 
+class Pairs(Protocol):
+    """Adapters of projections: a group, or what stands for one on a GPU.
+
+    pairs: the pair of each slot, by projection.
+    """
+
+    @property
+    def d_outs(self) -> Sequence[int]: ...
+    @property
+    def pairs(self) -> Sequence[Sequence[LoraPair | None]]: ...
+
+
 def expected(
-    y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: LoraGroup
+    y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: Pairs
 ) -> torch.Tensor:
     """Return the result in float64, following the operator's semantics."""
     result = y.double().clone()
@@ -109,17 +160,13 @@ def check(
     segments: Sequence[Segment],
     group: LoraGroup,
     backend: Backend,
-    *,
-    desired: torch.Tensor | None = None,
     **options: int,
 ) -> None:
-    """Compare `op.apply` with `expected`. Check that rows outside all segments are unchanged.
-
-    desired: the result of `expected`, if it is known.
-    """
-    if desired is None:
-        desired = expected(y, x, segments, group)
-    actual = y.clone(memory_format=torch.preserve_format)
+    """Compare `op.apply` with `expected`. Check that rows outside all segments are unchanged."""
+    desired = expected(y, x, segments, group)
+    # A clone of strided or unaligned rows would be neither.
+    memory = y.untyped_storage().clone()
+    actual = y.new_empty(0).set_(memory, y.storage_offset(), y.size(), y.stride())
     op.apply(actual, x, segments, group, backend=backend, **options)
     tolerance = tolerance_of(backend, group.dtype, y.dtype)
     torch.testing.assert_close(actual.double(), desired, rtol=tolerance, atol=tolerance)
@@ -141,3 +188,16 @@ def pinned(name: str | None = None) -> Iterator[None]:
         yield
     finally:
         core.pin(before)
+
+
+def counters() -> dict[str, int]:
+    """Return the counts of look-ups in the tile table by outcome since the last reset.
+
+    `hits` found their bucket, `misses` used the nearest bucket of the table, and `defaults` the
+    built-in configuration, because the table has no entry for the operation and dtype.
+    """
+    return cast(dict[str, int], native.kernels().atmm.counters())
+
+
+def reset_counters() -> None:
+    native.kernels().atmm.reset_counters()

@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tools.dist.trial import tools_of
 from vlora.net import choose_ports
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,14 +41,8 @@ def output_of(command: Sequence[str | Path], text: str | None = None, **options:
 
 def pypi() -> Path:
     """Return the `bin` folder of an environment with tests/deploy/requirements.txt."""
-    folder = WORK / "tools"
-    ready = folder / REQUIREMENTS.name
-    if not ready.is_file() or ready.read_text() != REQUIREMENTS.read_text():
-        shutil.rmtree(folder, ignore_errors=True)
-        output_of([sys.executable, "-m", "venv", folder])
-        output_of([folder / "bin" / "pip", "install", "--quiet", "-r", REQUIREMENTS])
-        shutil.copy(REQUIREMENTS, ready)
-    return folder / "bin"
+    WORK.mkdir(parents=True, exist_ok=True)
+    return tools_of(WORK, WORK / "pip.log", REQUIREMENTS)
 
 
 def debian(package: str) -> Path:

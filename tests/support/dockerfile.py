@@ -50,9 +50,6 @@ class Stage:
     def last(self, keyword: str) -> Instruction:
         return [one for one in self.instructions if one.keyword == keyword][-1]
 
-    def all(self, keyword: str) -> list[Instruction]:
-        return [one for one in self.instructions if one.keyword == keyword]
-
 
 def read(text: str) -> list[Stage]:
     """Parse the stages of a Dockerfile.
@@ -119,7 +116,6 @@ class Replay:
         self.environment = {"PATH": PATH}
         self.folder = "/"
         self.user = "0:0"
-        self.ran: list[str] = []
 
     def do(self, one: Instruction) -> None:
         """Execute one instruction."""
@@ -156,7 +152,6 @@ class Replay:
             text=True,
         )
         assert done.returncode == 0, f"RUN {command}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
-        self.ran.append(command)
         if mount:
             shutil.rmtree(self._inside(mount[3]))
 

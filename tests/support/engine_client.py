@@ -39,7 +39,12 @@ class Collector:
 
     def tokens(self, request_id: str) -> list[int]:
         """Return all tokens of a request so far."""
-        return [token for output in self.outputs[request_id] for token in output.token_ids]
+        return tokens_of(self.outputs[request_id])
+
+
+def tokens_of(outputs: Sequence[Output]) -> list[int]:
+    """Return all tokens of a request's outputs."""
+    return [token for output in outputs for token in output.token_ids]
 
 
 def request(request_id: str, max_tokens: int = 4, **fields: Any) -> Request:
@@ -71,40 +76,31 @@ def run_together(engine: Engine, *requests: Request) -> dict[str, list[Output]]:
 def run_questions(
     engine: Engine,
     asked: Sequence[tuple[str, object, str | None]],
-    features: Sequence[ImageFeatures],
+    features: Sequence[ImageFeatures | None],
     max_tokens: int,
 ) -> tuple[dict[str, list[int]], dict[str, int]]:
     """Run questions about images that arrive together, greedily, to their maximum length.
 
     asked: prompt, images (not used here) and adapter of each question.
-    features: encoded images of each question.
+    features: encoded images of each question, or None.
 
     Returns the tokens of each answer, and how many tokens of its prompt were found in the cache,
     both by the number of the question as a string.
     """
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     requests = [
-        Request(str(number), prompt, params, adapter=adapter, images=own)
+        request(str(number), max_tokens, prompt=prompt, adapter=adapter, images=own)
         for number, ((prompt, _, adapter), own) in enumerate(zip(asked, features, strict=True))
     ]
     outputs = run_together(engine, *requests)
     assert all(output.error is None for each in outputs.values() for output in each)
-    tokens = {
-        name: [token for output in each for token in output.token_ids]
-        for name, each in outputs.items()
-    }
+    tokens = {name: tokens_of(each) for name, each in outputs.items()}
     return tokens, {name: each[-1].num_cached_tokens for name, each in outputs.items()}
 
 
 def answers(engine: Engine, batch: list[Request]) -> dict[str, tuple[list[int], str]]:
     """Run requests that arrive together. Return tokens and text of each by request id."""
-    tokens: dict[str, list[int]] = {request.id: [] for request in batch}
-    texts = dict.fromkeys(tokens, "")
-    for item in batch:
-        engine.add(engine.prepare(item), arrival=0.0)
-    while not engine.idle:
-        for output in engine.step():
-            tokens[output.request_id] += output.token_ids
-            texts[output.request_id] += output.text
-    engine.check_integrity()
-    return {name: (tokens[name], texts[name]) for name in tokens}
+    outputs = run_together(engine, *batch)
+    return {
+        name: (tokens_of(own), "".join(output.text for output in own))
+        for name, own in outputs.items()
+    }

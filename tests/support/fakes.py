@@ -11,15 +11,14 @@ import numpy as np
 from vlora.adapters.files import AdapterInfo
 from vlora.errors import Cancelled, NotFound, Unavailable, VLoraError
 from vlora.live_requests import LiveRequest, RequestTable, State
-from vlora.request import HeadScores, Output, OutputSink, Request
+from vlora.request import Output, OutputSink, Request
 from vlora.serving.tensors import Array, Tensors
-from vlora.vision.prompts import ChatTemplate
+from vlora.vision.chat_template import ChatTemplate
 
 TEMPLATE = ChatTemplate(prefix="[USER] ", suffix=" [BOT]")
 
 
-def adapter(name: str, tasks: tuple[str, ...] = (), head: tuple[str, ...] = ()) -> AdapterInfo:
-    """Return the description of an adapter. head: tasks that its vision task head answers."""
+def adapter(name: str, tasks: tuple[str, ...] = ()) -> AdapterInfo:
     return AdapterInfo(
         name=name,
         digest=f"digest-of-{name}",
@@ -27,8 +26,8 @@ def adapter(name: str, tasks: tuple[str, ...] = (), head: tuple[str, ...] = ()) 
         targets=("q_proj",),
         tasks=tasks,
         accuracy={},
-        head_labels=("cat", "dog") if head else (),
-        head_tasks=head,
+        head_labels=(),
+        head_tasks=(),
     )
 
 
@@ -38,8 +37,6 @@ class RustPanic(BaseException):
 
 @dataclass
 class Clock:
-    """A clock that shows the time in `now`."""
-
     now: float
 
     def __call__(self) -> float:
@@ -47,13 +44,10 @@ class Clock:
 
 
 class FakeAdapters:
-    """Adapters by name."""
-
     def __init__(self, *infos: AdapterInfo) -> None:
         self._infos = {info.name: info for info in infos}
 
     def info(self, name: str) -> AdapterInfo:
-        """Return an adapter's description. Raise NotFound for an unknown name."""
         if name not in self._infos:
             raise NotFound(f"unknown adapter '{name}'")
         return self._infos[name]
@@ -67,8 +61,7 @@ class FakeAdapters:
 class FakeEngine:
     """An engine that records its calls.
 
-    With `say`, `answer_with_head` and `fail` the test sends outputs in place of the response
-    thread.
+    With `say` and `fail` the test sends outputs in place of the response thread.
 
     refuse: error that all calls raise. max_admitted: queue length at which requests are refused.
     """
@@ -88,14 +81,13 @@ class FakeEngine:
         """Number of requests that were admitted and not submitted."""
         return sum(entry.state <= State.TAKEN for entry in self.table)
 
-    def admit(self, entry: LiveRequest) -> None:
+    def admit(self, entry: LiveRequest, size: int = 0) -> None:
         """Admit a request. Raise Unavailable if the queue is full."""
         if self.max_admitted is not None and self.admitted >= self.max_admitted:
             raise Unavailable(f"the queue is full: {self.admitted} requests are waiting")
-        self.table.admit(entry)
+        self.table.admit(entry, size)
 
     def submit(self, request: Request, sink: OutputSink) -> None:
-        """Record an admitted request and the sink of its outputs."""
         if self.refuse is not None:
             raise self.refuse
         entry = self.table.get(request.id)
@@ -124,7 +116,6 @@ class FakeEngine:
         return [entry.id for entry in found if self.abort(entry.id)]
 
     def say(self, text: str, finish_reason: str | None = None, **more: object) -> None:
-        """Send an output of the last request."""
         request = self.requests[-1]
         output = Output(
             request_id=request.id,
@@ -136,12 +127,6 @@ class FakeEngine:
             **more,  # type: ignore[arg-type]
         )
         self._send(output)
-
-    def answer_with_head(self, labels: tuple[str, ...], scores: tuple[float, ...]) -> None:
-        """Send the scores of a task head as the only output of the last request."""
-        request = self.requests[-1]
-        head = HeadScores(labels, scores)
-        self._send(Output(request.id, finish_reason="stop", head=head))
 
     def fail(self, error: VLoraError, request_id: str | None = None) -> None:
         """Send an error as the last output of a request, by default of the most recent one."""
@@ -169,7 +154,6 @@ class FakeResponder:
     done: threading.Event = field(default_factory=threading.Event)
 
     def send(self, tensors: Tensors, final: bool) -> None:
-        """Record a response."""
         if self.broken:
             raise OSError("the client's connection is gone")
         assert not self.done.is_set(), "sent after the final response"
@@ -178,23 +162,35 @@ class FakeResponder:
             self.done.set()
 
     def fail(self, error: VLoraError) -> None:
-        """Record an error."""
         assert not self.done.is_set(), "failed after the final response"
         self.failure = error
         self.done.set()
 
     def is_cancelled(self) -> bool:
-        """Return whether the client has cancelled."""
         return self.cancelled
 
     @property
+    def answer(self) -> Tensors:
+        """The only response, waited for."""
+        assert self.done.wait(30)
+        assert self.failure is None
+        ((tensors, final),) = self.sent
+        assert final
+        return tensors
+
+    @property
+    def error(self) -> VLoraError:
+        """The error, waited for."""
+        assert self.done.wait(30)
+        assert self.failure is not None
+        return self.failure
+
+    @property
     def texts(self) -> list[str]:
-        """Text of each response."""
         return [first(tensors["text_output"]) for tensors, _ in self.sent]
 
 
 def first(tensor: Array) -> str:
-    """Return the first string of a STRING tensor."""
     return bytes(tensor.reshape(-1)[0]).decode()
 
 
@@ -227,28 +223,22 @@ class FakeMetric:
         self.observed: list[float] = []
 
     def set(self, value: float) -> None:
-        """Set the gauge."""
         self.value = value
 
     def increment(self, value: float) -> None:
-        """Add to the counter."""
         if self.error is not None:
             raise self.error
         self.value += value
 
     def observe(self, value: float) -> None:
-        """Record a value of the histogram."""
         self.observed.append(value)
 
 
 class FakeRegistry:
-    """Registry of fake metrics by name and labels."""
-
     def __init__(self) -> None:
         self.metrics: dict[tuple[str, tuple[tuple[str, str], ...]], FakeMetric] = {}
 
     def gauge(self, name: str, help: str, labels: Mapping[str, str]) -> FakeMetric:
-        """Return the metric with this name and these labels."""
         return self.metrics.setdefault((name, tuple(sorted(labels.items()))), FakeMetric())
 
     counter = gauge
@@ -256,11 +246,9 @@ class FakeRegistry:
     def histogram(
         self, name: str, help: str, labels: Mapping[str, str], buckets: Sequence[float]
     ) -> FakeMetric:
-        """Return the metric with this name and these labels."""
         return self.gauge(name, help, labels)
 
     def drop(self, name: str) -> None:
-        """Remove the metrics with this name."""
         self.metrics = {key: value for key, value in self.metrics.items() if key[0] != name}
 
     def __getitem__(self, name: str) -> FakeMetric:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +27,7 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as qwen3_resize
 
 from tests.support import qwen_vl
-from tests.support.checkpoints import make_checkpoint
+from tests.support.checkpoints import FAMILIES, make_checkpoint
 from tests.support.qwen_vl import IMAGE_PAD, QUERIES, Reference, make_adapter, make_qwen_vl
 from vlora.model.tokenizer import load_tokenizer
 from vlora.vision.encoder import VisionEncoder
@@ -82,7 +83,47 @@ class _UncheckedQwen3VLProcessor(Qwen3VLProcessor):  # type: ignore[misc]
         """Accept every argument."""
 
 
-class Family:
+class OracleFamily(ABC):
+    """A checkpoint of one family with adapters, and an oracle of its answers."""
+
+    checkpoint: Path
+    adapters: Path
+    tokenizer: Any
+    encoder: VisionEncoder
+    service: EncoderService
+
+    @abstractmethod
+    def logits(
+        self, prompt: str, images: Sequence[DecodedImage], adapter: str | None, answer: list[int]
+    ) -> torch.Tensor:
+        """Return the oracle's logits after the prompt and each token, [len(answer) + 1, V]."""
+
+    @abstractmethod
+    def add_vision_adapters(self) -> None:
+        """Write VISION_ADAPTERS, which the oracle knows as well."""
+
+    @abstractmethod
+    def add_kinds(self, invocation: list[int]) -> None:
+        """Write `rslora`, an rsLoRA of the decoder, the tower and the connector, and `activated`,
+        which acts from these tokens on. The oracle knows them as well."""
+
+    def gap(
+        self, prompt: str, images: Sequence[DecodedImage], adapter: str | None, answer: list[int]
+    ) -> float:
+        """Return the largest gap between the oracle's best logit and that of the answer."""
+        return gap_of(self.logits(prompt, images, adapter, answer)[:-1], answer)
+
+    def greedy(
+        self, prompt: str, images: Sequence[DecodedImage], adapter: str | None, count: int
+    ) -> list[int]:
+        """Return the first tokens of the oracle's greedy answer."""
+        answer: list[int] = []
+        for _ in range(count):
+            answer.append(int(self.logits(prompt, images, adapter, answer)[-1].argmax()))
+        return answer
+
+
+class Family(OracleFamily):
     """A checkpoint of one family, two adapters, its stock model and its vision encoder."""
 
     def __init__(self, name: str, tokenizer_of: Path, folder: Path) -> None:
@@ -102,36 +143,35 @@ class Family:
         self.encoder = VisionEncoder(self.checkpoint, 1)
         self.service = EncoderService(self.encoder, FeatureCache(1 << 24))
 
-    def make_adapter(self, folder: Path, targets: str) -> None:
-        """Write an adapter of modules that match `targets`, with the weights of torch's seed."""
-        config = LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+    def make_adapter(self, folder: Path, targets: str, **options: Any) -> None:
+        """Write an adapter of modules that match `targets`, with the weights of torch's seed.
+
+        options: further settings of PEFT.
+        """
+        config = LoraConfig(r=4, target_modules=targets, init_lora_weights=False, **options)
         get_peft_model(self._stock(), config).save_pretrained(folder)
 
     def add_vision_adapters(self) -> None:
-        """Write VISION_ADAPTERS, and load them into the stock model."""
         for seed, (name, targets) in enumerate(VISION_ADAPTERS.items()):
-            torch.manual_seed(100 + seed)
-            self.make_adapter(self.adapters / name, targets)
-            self.model.load_adapter(self.adapters / name, name)
+            self._add_adapter(name, 100 + seed, targets)
+
+    def add_kinds(self, invocation: list[int]) -> None:
+        ranks = {"(q_proj|qkv)": 3, "up_proj": 2}
+        alphas = {"o_proj": 5, r"(linear_1|mlp\.0|linear_fc1)": 3}
+        patterns = {"rank_pattern": ranks, "alpha_pattern": alphas}
+        targets = VISION_ADAPTERS["both"]
+        self._add_adapter("rslora", 200, targets, use_rslora=True, **patterns)
+        activated = {"alora_invocation_tokens": invocation, "task_type": "CAUSAL_LM"}
+        self._add_adapter("activated", 201, DECODER, **activated)
+
+    def _add_adapter(self, name: str, seed: int, targets: str, **options: Any) -> None:
+        torch.manual_seed(seed)
+        self.make_adapter(self.adapters / name, targets, **options)
+        self.model.load_adapter(self.adapters / name, name)
         self.model.eval()
 
     def _stock(self) -> Any:
         return AutoModelForImageTextToText.from_pretrained(self.checkpoint, dtype=torch.float32)
-
-    def gap(
-        self, prompt: str, images: Sequence[DecodedImage], adapter: str | None, answer: list[int]
-    ) -> float:
-        """Return the largest gap between the stock model's best logit and that of the answer."""
-        return gap_of(self.logits(prompt, images, adapter, answer)[:-1], answer)
-
-    def greedy(
-        self, prompt: str, images: Sequence[DecodedImage], adapter: str | None, count: int
-    ) -> list[int]:
-        """Return the first tokens of the stock model's greedy answer."""
-        answer: list[int] = []
-        for _ in range(count):
-            answer.append(int(self.logits(prompt, images, adapter, answer)[-1].argmax()))
-        return answer
 
     def _pixels(
         self, base: Any, images: Sequence[DecodedImage]
@@ -234,7 +274,6 @@ class Family:
     def logits(
         self, prompt: str, images: Sequence[DecodedImage], adapter: str | None, answer: list[int]
     ) -> torch.Tensor:
-        """Return the stock model's logits after the prompt and each token, [len(answer) + 1, V]."""
         base, pixels, rows = self.model.get_base_model(), {}, iter(())
         if images:
             pixels, rows = self._pixels(base, images)
@@ -261,7 +300,7 @@ class Family:
         return logits[0, len(ids) - 1 :]
 
 
-class FirstQwenVL:
+class FirstQwenVL(OracleFamily):
     """A checkpoint of the first Qwen-VL and two adapters. transformers has no such model, so the
     oracle is the slow reference of `tests/support/qwen_vl.py`."""
 
@@ -273,10 +312,10 @@ class FirstQwenVL:
         for seed, (name, modules) in enumerate(zip(ADAPTERS, targets, strict=True)):
             make_adapter(self.adapters / name, seed, modules)
         self.tokenizer = load_tokenizer(self.checkpoint)
-        self.service = EncoderService(VisionEncoder(self.checkpoint, 1), FeatureCache(1 << 24))
+        self.encoder = VisionEncoder(self.checkpoint, 1)
+        self.service = EncoderService(self.encoder, FeatureCache(1 << 24))
 
     def add_vision_adapters(self) -> None:
-        """Write VISION_ADAPTERS."""
         tower, connector = qwen_vl.TOWER, qwen_vl.CONNECTOR
         targets = {"both": [*qwen_vl.TARGETS, *tower, *connector]}
         targets |= {"tower": [*tower], "connector": [*connector]}
@@ -284,7 +323,6 @@ class FirstQwenVL:
             make_adapter(self.adapters / name, 100 + seed, targets[name])
 
     def add_kinds(self, invocation: list[int]) -> None:
-        """Write an rsLoRA `rslora`, and `activated`, which these tokens activate."""
         everything = [*qwen_vl.TARGETS, *qwen_vl.TOWER, *qwen_vl.CONNECTOR]
         make_adapter(self.adapters / "rslora", 200, everything, use_rslora=True)
         self._invocations["activated"] = invocation
@@ -292,14 +330,13 @@ class FirstQwenVL:
         make_adapter(self.adapters / "activated", 201, qwen_vl.TARGETS, **options)
 
     @cached_property
-    def _reference(self) -> Reference:
+    def reference(self) -> Reference:
         """The oracle, with all adapters that were written before its first use."""
         return Reference(self.checkpoint, {own.name: own for own in self.adapters.iterdir()})
 
     def logits(
         self, prompt: str, images: Sequence[DecodedImage], adapter: str | None, answer: list[int]
     ) -> torch.Tensor:
-        """Return the reference's logits after the prompt and each token, [len(answer) + 1, V]."""
         ids: list[int] = []
         for token in self.tokenizer(prompt)["input_ids"]:
             ids += [token] * (QUERIES if token == IMAGE_PAD else 1)
@@ -307,6 +344,16 @@ class FirstQwenVL:
         if invocation := self._invocations.get(str(adapter)):
             length = len(invocation)
             start = max(i for i in range(len(ids)) if ids[i : i + length] == invocation)
-        features = [self._reference.features(image.rgb, adapter) for image in images]
-        logits = self._reference.logits([*ids, *answer], features, adapter, start)
+        features = [self.reference.features(image.rgb, adapter) for image in images]
+        logits = self.reference.logits([*ids, *answer], features, adapter, start)
         return logits[len(ids) - 1 :]
+
+
+FAMILY_NAMES = (*sorted(FAMILIES), "qwen_vl")
+
+
+def make_family(name: str, tokenizer_of: Path, folder: Path) -> OracleFamily:
+    """Return a family by its name in FAMILY_NAMES."""
+    if name == "qwen_vl":
+        return FirstQwenVL(folder)
+    return Family(name, tokenizer_of, folder)

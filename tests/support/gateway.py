@@ -29,7 +29,6 @@ class Gateway:
 
     @cached_property
     def client(self) -> Any:
-        """Client of the official OpenAI package for the gateway."""
         import openai
 
         return openai.OpenAI(
@@ -37,20 +36,17 @@ class Gateway:
         )
 
     def kill(self) -> None:
-        """End the gateway immediately, with its connections."""
         self.killed = True
         self.process.kill()
         self.process.wait()
 
     def close(self) -> None:
-        """Close the client's connections."""
         if "client" in vars(self):
             self.client.close()
 
     def http(
         self, path: str, body: bytes | None = None, headers: Mapping[str, str] = {}
     ) -> tuple[int, str]:
-        """Return the status and the body of an answer."""
         request = urllib.request.Request(
             f"http://{self.address}{path}",
             data=body,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tests.support.engine_client import Collector, answers
+from tests.support.fake_device import FakeDevice, fake_gpu
 from tests.support.modes import drive
 from vlora.config import Options
 from vlora.engine.engine import Engine
@@ -46,6 +47,19 @@ def small_options(checkpoint: Path, adapters: Path, **changes: Any) -> Options:
         kv_cache_tokens=1024,
     )
     return replace(options, **changes)
+
+
+def on_both(options: Options, run: Callable[[Engine], object]) -> tuple[Engine, FakeDevice, object]:
+    """Check that `run` gives the same on the CPU and on a fake GPU. Return the fake GPU's engine,
+    that device, and the result."""
+    on_cpu = Engine(options)
+    expected = run(on_cpu)
+    on_cpu.close()
+    with fake_gpu() as device:
+        engine = Engine(options)
+        assert run(engine) == expected
+        engine.close()
+    return engine, device, expected
 
 
 def answers_of_loop(engine: Engine, batch: Sequence[Request]) -> dict[str, list[int]]:

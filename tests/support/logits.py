@@ -1,8 +1,9 @@
-"""Logits of the engine and of transformers after prompts with one image each."""
+"""Logits of the engine and of transformers, after prompts with one image each or with text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -10,16 +11,25 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from peft import PeftModel
-from transformers import AutoTokenizer, LlavaForConditionalGeneration
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlavaForConditionalGeneration,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from benchmarks import llava
 from tests.support.modes import drive
+from tests.support.questions import WORDS
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.model.runner import Runner, StepResult
 from vlora.request import ImageFeatures, Request
 from vlora.sampling import SamplingParams
 from vlora.vision.encoder import VisionEncoder
+from vlora.vision.images import DecodedImage
 
 SMALL = llava.Sizes(
     layers=4,
@@ -37,6 +47,30 @@ SMALL = llava.Sizes(
     ranks=(8, 64, 16),
 )
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def questions(count: int, seed: int, side: int = SMALL.image) -> tuple[list[str], list[Any]]:
+    """Return prompts with one image each, and their images, which are squares of `side` pixels."""
+    rng = np.random.default_rng(seed)
+    images = [
+        DecodedImage(rng.integers(0, 256, (side, side, 3), dtype=np.uint8)) for _ in range(count)
+    ]
+    return [f"<image> {llava.prompt(8 + index, index, SMALL)}" for index in range(count)], images
+
+
+@contextmanager
+def recorded_logits() -> Iterator[list[torch.Tensor]]:
+    """Yield the list to which the logits of each step are appended, [rows, V]."""
+    rows: list[torch.Tensor] = []
+    forward = Runner.forward
+
+    def recorded(self: Runner, *args: Any) -> StepResult:
+        result = forward(self, *args)
+        rows.append(result.logits.clone())
+        return result
+
+    with patch.object(Runner, "forward", recorded):
+        yield rows
 
 
 def engine_logits(
@@ -59,15 +93,7 @@ def engine_logits(
     )
     slot = engine.adapters.slot(live)
     drive(engine, lambda _: slot)
-    rows: list[torch.Tensor] = []
-    forward = Runner.forward
-
-    def recorded(self: Runner, *args: Any) -> StepResult:
-        result = forward(self, *args)
-        rows.append(result.logits.clone())
-        return result
-
-    with patch.object(Runner, "forward", recorded):
+    with recorded_logits() as rows:
         for index, (text, image, name) in enumerate(
             zip(prompts, images, names or [None] * len(prompts), strict=True)
         ):
@@ -113,3 +139,59 @@ def stock_logits(
         logits = model(input_ids=torch.tensor([ids]), pixel_values=pixels).logits
         rows.append(logits[0, -1:].float())
     return torch.cat(rows)
+
+
+def save_decoder(
+    checkpoint: Path, folder: Path, kind: type[PretrainedConfig] = LlamaConfig, **options: Any
+) -> PreTrainedModel:
+    """Save a random decoder with the tokenizer of `checkpoint`, and return it.
+
+    options: of its config, in addition to small sizes or in place of them.
+    """
+    torch.manual_seed(3)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.2,
+    }
+    tokens = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    config = kind(vocab_size=len(tokenizer), **sizes | tokens | options)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 1:  # norms and biases
+            torch.nn.init.normal_(parameter, mean=0.5, std=0.3)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def logits_gap(model: PreTrainedModel, folder: Path, **options: Any) -> float:
+    """Return the largest difference between the engine's logits and those of transformers, which is
+    teacher-forced with the engine's tokens.
+
+    Prompts of many lengths are prefilled one after another, then decoded.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    engine = Engine(Options(model=folder, **options))
+    rng = np.random.default_rng(0)
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    gap = 0.0
+    with recorded_logits() as rows:
+        for length in (1, 5, 9, 60):
+            rows.clear()
+            prompt = " ".join(["<s>", *rng.choice(WORDS, length)])
+            engine.add(engine.prepare(Request(f"q{length}", prompt, params)), arrival=0.0)
+            tokens: list[int] = []
+            while not engine.idle:
+                tokens += [token for output in engine.step() for token in output.token_ids]
+            ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+            with torch.inference_mode():
+                expected = model(torch.tensor([ids + tokens])).logits[0, len(ids) - 1 : -1]
+            gap = max(gap, float((torch.cat(rows) - expected).abs().max()))
+    return gap

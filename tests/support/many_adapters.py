@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.engine_client import request
+from vlora.adapters.catalog import stamp_of
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.request import Output, Request
@@ -25,19 +26,25 @@ def replace_weights(folder: Path, seed: int) -> None:
     (folder / "new").rename(folder / WEIGHTS)
 
 
+def update(engine: Engine, root: Path) -> None:
+    """Let an engine see the folders of `root` as they are now."""
+    engine.adapters.folders.update({p.name: (p, stamp_of(p)) for p in sorted(root.iterdir())})
+    engine.adapters.apply()
+
+
 def engine_of(checkpoint: Path, root: Path, **more: Any) -> Engine:
-    """Return an engine with the adapters in `root` and up to 8 running requests."""
-    return Engine(Options(model=checkpoint, adapters=root, max_num_seqs=8, **more))
+    """Return an engine with the adapters in `root` and, by default, up to 8 running requests."""
+    return Engine(Options(model=checkpoint, adapters=root, **({"max_num_seqs": 8} | more)))
 
 
-def run_in_order(engine: Engine, *requests: Request, check: bool = True) -> dict[str, Output]:
+def run_in_order(engine: Engine, *requests: Request) -> dict[str, Output]:
     """Run requests in order of arrival; return the last output of each, with all its tokens."""
     for index, asked in enumerate(requests):
         engine.add(engine.prepare(asked), float(index))
-    return finish(engine, check=check)
+    return finish(engine)
 
 
-def finish(engine: Engine, *, check: bool = True) -> dict[str, Output]:
+def finish(engine: Engine) -> dict[str, Output]:
     """Step until the engine is idle, waiting for loads; return the last outputs by request id."""
     tokens: dict[str, list[int]] = defaultdict(list)
     last: dict[str, Output] = {}
@@ -47,8 +54,7 @@ def finish(engine: Engine, *, check: bool = True) -> dict[str, Output]:
             last[output.request_id] = output
         if engine.stalled:
             engine.adapters.finish()
-        if check:
-            engine.memory.check_integrity(engine.scheduler.running)
+        engine.memory.check_integrity(engine.scheduler.running)
         if engine.idle:
             engine.adapters.finish()
             engine.adapters.check_integrity()

@@ -22,8 +22,9 @@ from transformers import AutoImageProcessor, AutoTokenizer, LlavaForConditionalG
 
 from tools.demo.heldout import Item
 from vlora.request import FloatArray
+from vlora.vision.chat_template import ChatTemplate
 from vlora.vision.families.base import PROCESSOR_BACKEND
-from vlora.vision.prompts import TASKS, ChatTemplate, render
+from vlora.vision.prompts import TASKS, render
 
 NEAR_TIE = 1e-4
 """Difference of two logits below which the order of sums may decide which one is larger."""

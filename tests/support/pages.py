@@ -47,5 +47,5 @@ class BlocksOfTokens:
     def __init__(self, table: BlockTable, scope: str, tokens: list[int]) -> None:
         self.table = table
         self.tokens = tokens
-        digests = BlockDigests(2, torch.full((len(tokens),), NO_IMAGE), None)
+        digests = BlockDigests(2, torch.full((len(tokens),), NO_IMAGE))
         self.keys = [BlockKey(scope, d) for d in digests.up_to(tokens, len(tokens))]

@@ -29,17 +29,14 @@ class Case:
 
     @cached_property
     def expected(self) -> Greedy:
-        """The oracle's greedy answer."""
         return self.oracle.greedy(self.question, self.max_tokens)
 
     @cached_property
     def scores(self) -> torch.Tensor:
-        """The oracle's scores of the adapter's head."""
         return self.oracle.head_scores(self.question)
 
     @cached_property
     def images(self) -> ImageFeatures | None:
-        """Features of the question's images, or None."""
         if self.question.pixels is None:
             return None
         features = self.oracle.features(self.question.pixels)
@@ -50,11 +47,9 @@ class Case:
 
     @property
     def length(self) -> int:
-        """Number of tokens of the prompt."""
         return len(self.oracle.prompt_ids(self.question))
 
     def request(self, request_id: str) -> Request:
-        """Return the question as a greedy request."""
         return Request(
             id=request_id,
             prompt=self.question.prompt,

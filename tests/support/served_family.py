@@ -10,24 +10,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tests.support import adapter_kinds as kinds
-from tests.support.families import CONNECTOR, DECODER, TOWER, Family, FirstQwenVL, gap_of
+from tests.support.families import OracleFamily, gap_of
 from tests.support.oracle import NEAR_TIE
 from tests.support.triton_client import Asker, png
 from vlora.model.decoder_config import load_config
 from vlora.model.inputs import PromptReader
-from vlora.model.loader import adapter_shape
-from vlora.offline.base_weights import BaseWeights
-from vlora.offline.convert import ConversionLimits, convert
 from vlora.request import ImageFeatures
+from vlora.vision.chat_template import ChatTemplate
 from vlora.vision.images import DecodedImage
-from vlora.vision.prompts import ChatTemplate, render
+from vlora.vision.prompts import render
 
 MAX_TOKENS = 32
 MAX_DIFFERENCE = 1e-3
 """Allowed difference of a token's log-probability."""
-FULL_RANK = 96
-"""Rank at which every change of the small checkpoints' weights is exact."""
 INVOCATION = 3
 """Number of tokens that invoke the activated adapter: the last ones of every prompt."""
 
@@ -83,7 +78,7 @@ def draw_questions(adapters: Sequence[str | None]) -> list[Question]:
 class Served:
     """A family behind a server. Each different answer is compared once with the oracle."""
 
-    def __init__(self, family: Family | FirstQwenVL, ask: Asker) -> None:
+    def __init__(self, family: OracleFamily, ask: Asker) -> None:
         self.family, self.ask = family, ask
         self.template = ChatTemplate.from_checkpoint(family.checkpoint)
         self._checked: set[tuple[str, str | None, tuple[int, ...]]] = set()
@@ -161,7 +156,7 @@ def differ(one: Answer, other: Answer) -> bool:
     return any(abs(first - second) > MAX_DIFFERENCE for first, second in pairs)
 
 
-def longest_prompt(family: Family | FirstQwenVL, questions: list[Question]) -> int:
+def longest_prompt(family: OracleFamily, questions: list[Question]) -> int:
     """Return the number of tokens of the longest prompt."""
     template = ChatTemplate.from_checkpoint(family.checkpoint)
     reader = PromptReader(family.checkpoint, load_config(family.checkpoint))
@@ -190,45 +185,11 @@ def _total(served: Served, name: str) -> float:
     return sum(value for key, value in served.ask.metrics().items() if key.startswith(name))
 
 
-def add_kinds(family: Family | FirstQwenVL) -> tuple[str, ...]:
-    """Add adapters of several kinds to a family and to its oracle, and return their names.
-
-    - `rslora` is an rsLoRA of the decoder, the tower and the connector, with different ranks.
-    - `activated` acts from the last tokens of a prompt on.
-    - `dora` was converted from a DoRA, and `saved` from a LoRA with copies of the base model's
-      embeddings and LM head. The first Qwen-VL has neither, since its adapters are not converted.
-    """
+def add_kinds(family: OracleFamily) -> tuple[str, ...]:
+    """Add adapters of several kinds to a family and to its oracle, and return their names. One is
+    invoked by the last tokens of every prompt."""
     template = ChatTemplate.from_checkpoint(family.checkpoint)
     prompt = render("vqa", "what?", 1, 0, template)
-    invocation = family.tokenizer(prompt, add_special_tokens=False)["input_ids"][-INVOCATION:]
-    if isinstance(family, FirstQwenVL):
-        family.add_kinds(invocation)
-        return "rslora", "activated"
-    sources = family.adapters.with_name("sources")
-    made = {
-        "rslora": {
-            "target_modules": f"{DECODER}|{TOWER}|{CONNECTOR}",
-            "use_rslora": True,
-            "rank_pattern": {"(q_proj|qkv)": 3, "up_proj": 2},
-            "alpha_pattern": {"o_proj": 5, r"(linear_1|mlp\.0|linear_fc1)": 3},
-        },
-        "activated": {"alora_invocation_tokens": invocation, "task_type": "CAUSAL_LM"},
-        "dora": {"use_dora": True},
-        "saved": {"modules_to_save": ["lm_head", "embed_tokens"]},
-    }
-    config = load_config(family.checkpoint)
-    shape, base = adapter_shape(family.checkpoint, config), BaseWeights(family.checkpoint, config)
-    limits = ConversionLimits(FULL_RANK, 1e-4)
-    for name, options in made.items():
-        model = kinds.lora(family.checkpoint, **options)
-        source = (sources if name in ("dora", "saved") else family.adapters) / name
-        if name == "saved":
-            kinds.restore_copies(model, family.checkpoint)
-            model.save_pretrained(source)
-        else:
-            kinds.save(model, source)
-        if source.parent == sources:
-            convert(source, family.adapters / name, shape, base, limits)
-        family.model.load_adapter(source, name)
-    family.model.eval()
-    return tuple(made)
+    tokens = family.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    family.add_kinds(tokens[-INVOCATION:])
+    return "rslora", "activated"

@@ -57,12 +57,11 @@ def write_small_adapter(path: Path) -> Path:
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
-    """Replace keys of the config."""
     path = folder / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def edit_tensors(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
+def edit_tensors(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
     """Apply a function to the tensors by key, and write the result."""
     tensors = load_file(folder / "adapter_model.safetensors")
     edit(tensors)
@@ -70,5 +69,4 @@ def edit_tensors(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) 
 
 
 def key(layer: int, which: str) -> str:
-    """Return the key of A or B of q_proj in one layer."""
     return f"{PREFIX}.{layer}.self_attn.q_proj.lora_{which}.weight"

@@ -17,9 +17,12 @@ import tritonclient.grpc as grpcclient
 from PIL import Image
 from tritonclient.utils import InferenceServerException
 
+from vlora.launcher.repository import ServerOptions
 from vlora.launcher.server import TritonServer
 
 TIMEOUT = 60.0
+REFRESH_SECONDS = 1.2
+"""Time after which every metric has been refreshed; a model refreshes its own once a second."""
 KINDS = {"frames_raw": "UINT8", "image_features": "FP32", "image_layout": "INT32"}
 KINDS |= {
     "image_size": "INT32",
@@ -270,3 +273,15 @@ def png(rgb: np.ndarray) -> bytes:
 def pixels(encoded: Sequence[bytes]) -> np.ndarray:
     """Return the pixels of PNGs of equal size, as the input `frames_raw`."""
     return np.stack([np.asarray(Image.open(io.BytesIO(png))) for png in encoded])
+
+
+@contextmanager
+def serving(options: ServerOptions) -> Iterator[TritonServer]:
+    """Run a server that must not fail, and kill it at the end of the context.
+
+    Tests of ends are in test_lifecycle.py and test_serve.py. A graceful one takes five seconds.
+    """
+    with TritonServer(options) as server:
+        yield server
+        assert server.failure() is None, f"{server.failure()}\n{server.explain()}"
+        server.kill()

@@ -1,13 +1,16 @@
-"""Fixtures of a real server, which all tests of this folder share."""
+"""Fixtures of real servers and a gateway, which tests of several files share."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.triton_client import Asker, asking
+from tests.support.gateway import Gateway, running
+from tests.support.triton_client import Asker, asking, serving
+from tools.demo.__main__ import ADAPTERS
 from vlora.launcher.repository import ServerOptions
 from vlora.launcher.server import TritonServer
 
@@ -43,8 +46,8 @@ def server(
         multi_lora={"alias": "attention-r4"},
         log=tmp_path_factory.mktemp("server") / "tritonserver.log",
     )
-    with TritonServer(options) as running:
-        yield running
+    with TritonServer(options) as started:
+        yield started
 
 
 @pytest.fixture
@@ -53,3 +56,28 @@ def ask(server: TritonServer) -> Iterator[Asker]:
     with asking(server) as asker:
         yield asker
     assert server.poll() is None, server.explain()
+
+
+@pytest.fixture(scope="session")
+def gateway(server: TritonServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    """Yield a gateway of the session's server. It accepts bodies of up to 1 MB."""
+    pytest.importorskip("fastapi", reason="the extra `gateway` is not installed")
+    options = ("--metrics-url", server.metrics_url, "--max-body", "1")
+    with running(server.grpc_url, tmp_path_factory.mktemp("gateway"), *options) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def demo_adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a copy of the demo's adapters, which a test may break."""
+    return Path(shutil.copytree(ADAPTERS, tmp_path_factory.mktemp("demo") / "adapters"))
+
+
+@pytest.fixture(scope="session")
+def demo_server(
+    demo_adapters: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TritonServer]:
+    """Yield a server of the demo model."""
+    log = tmp_path_factory.mktemp("demo-server") / "tritonserver.log"
+    with serving(ServerOptions(adapters=demo_adapters, log=log)) as started:
+        yield started

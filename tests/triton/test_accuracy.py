@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -16,7 +16,6 @@ from tests.support.oracle import Mismatch, Oracle
 from tools.demo.__main__ import ADAPTERS, CHECKPOINT
 from tools.demo.accuracy import Served, ask_all
 from tools.demo.heldout import DOMAINS, Item, is_right, items
-from vlora.launcher.repository import ServerOptions
 from vlora.launcher.server import TritonServer
 
 ITEMS = 6
@@ -57,13 +56,6 @@ def _worst_score(served: Served, expected: Sequence[float], labels: Sequence[str
     if served.scores is None or list(served.scores) != list(labels):
         return math.inf
     return max(abs(a - b) for a, b in zip(served.scores.values(), expected, strict=True))
-
-
-@pytest.fixture(scope="module")
-def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    log = tmp_path_factory.mktemp("demo-server") / "tritonserver.log"
-    with TritonServer(ServerOptions(log=log)) as server:
-        yield server
 
 
 @pytest.mark.slow

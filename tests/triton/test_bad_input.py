@@ -101,20 +101,10 @@ BAD = [
     sampling("an adapter that is not a string", "INVALID_ARG", "must be a string", lora_name=3),
     sampling("an unknown key", "INVALID_ARG", "did you mean 'temperature'", temperatur=1),
     sampling("several answers", "UNSUPPORTED", "'n' = 3", n=3),
-    sampling("best_of", "UNSUPPORTED", "'best_of'", best_of=2),
-    sampling("a deadline of zero", "INVALID_ARG", "milliseconds from 0.001", deadline_ms=0),
-    sampling("supersede without a stream", "INVALID_ARG", "needs 'stream_id'", supersede=True),
     sampling("a negative temperature", "INVALID_ARG", "'temperature' must be", temperature=-1),
     sampling("too many tokens", "INVALID_ARG", "100000.*1024", max_tokens=100000),
     sampling("an empty list of choices", "INVALID_ARG", "'choices' must be", choices=[]),
-    raw_sampling(
-        "a number that is not JSON", "has NaN, which is not valid JSON", '{"temperature": NaN}'
-    ),
-    raw_sampling("a number that is not finite", "has the number 1e999", '{"temperature": 1e999}'),
     raw_sampling("5,000 digits", "5000 digits; the limit is 400", '{"seed": ' + "7" * 5000 + "}"),
-    raw_sampling("lone surrogate in a name", "lone surrogate", r'{"lora_name": "\ud800"}'),
-    raw_sampling("lone surrogate in a key", "lone surrogate", r'{"\ud800": 1}'),
-    raw_sampling("lone surrogate in choices", "lone surrogate", r'{"choices": ["a\udc00"]}'),
     Bad("a task that is not UTF-8", "INVALID_ARG", "UTF-8", {"task": b"\xed\xa0\x80"}),
     Bad(
         "a task of control characters",
@@ -127,8 +117,6 @@ BAD = [
     Bad("a prompt of 1 MiB", "INVALID_ARG", "bytes; the context of 1024", {}, "x" * 2**20),
     Bad("a prompt of 2 MiB", "INVALID_ARG", "2097152 bytes; the limit is 1048576", {}, "x" * 2**21),
     raw_sampling("malformed JSON", "not valid JSON.* at character", '{"temperature": 1'),
-    raw_sampling("JSON that is a list", "must be a JSON object", "[1]"),
-    raw_sampling("a duplicate key", "the key 'seed' twice", '{"seed": 1, "seed": 2}'),
     raw_sampling(
         "JSON that is too big", "bytes; the limit is 65536", json.dumps({"x": "y" * 70000})
     ),
@@ -212,8 +200,8 @@ def test_a_request_id_that_is_not_valid_utf8_is_rejected(ask: Asker) -> None:
         assert "UTF-8" in text
 
 
-def features(rows: int = 64, width: int = 192, value: float = 0.0) -> np.ndarray:
-    return np.full((rows, width), value, np.float32)
+def features(rows: int = 64, value: float = 0.0) -> np.ndarray:
+    return np.full((rows, 192), value, np.float32)
 
 
 def layout(*rows: tuple[int, ...]) -> np.ndarray:
@@ -222,26 +210,13 @@ def layout(*rows: tuple[int, ...]) -> np.ndarray:
 
 ONE_IMAGE = (0, 64, 1, 8, 8, 0)
 BAD_FEATURES = {
-    "NaN values": ("NaN or infinite", {"image_features": features(value=float("nan"))}),
     "infinite values": ("NaN or infinite", {"image_features": features(value=float("inf"))}),
-    "another width": (
-        r"shape \[64, 100\]; it must be \[rows, 192\]",
-        {"image_features": features(width=100)},
-    ),
-    "too few rows": ("covers 64 rows, 'image_features' has 63", {"image_features": features(63)}),
     "too many rows": ("covers 64 rows, 'image_features' has 65", {"image_features": features(65)}),
-    "a gap in the layout": ("must begin at row 0", {"image_layout": layout((1, 63, 1, 8, 8, 0))}),
     "a negative count": ("at least one", {"image_layout": layout((0, -64, 1, 8, 8, 0))}),
     "an empty grid": ("must be positive", {"image_layout": layout((0, 64, 0, 8, 8, 0))}),
     "a negative number of frames": ("0 or more", {"image_layout": layout((0, 64, 1, 8, 8, -1))}),
     "too many frames": ("show at most", {"image_layout": layout((0, 64, 1, 8, 8, 10**6))}),
-    "a layout alone": ("'image_features' is missing", {"image_features": None}),
-    "features alone": ("'image_layout' is missing", {"image_layout": None}),
     "images and features": ("'image' and 'image_features'", {"image": picture()}),
-    "sizes of another number of images": (
-        "send one row per image",
-        {"image_size": np.ones((2, 2), np.int32)},
-    ),
     "another rank": (
         "unexpected shape for input 'image_features'",
         {"image_features": wrong("image_features", np.zeros((1, 64, 192), np.float32), "FP32")},
@@ -282,17 +257,12 @@ def test_an_unknown_input_is_rejected(ask: Asker) -> None:
 
 
 def test_a_request_without_a_prompt_is_rejected(ask: Asker) -> None:
-    for values in ({}, {"task": "vqa"}):
-        with pytest.raises(Refused) as caught:
-            ask.once(ANALYTICS, **values)
-        assert caught.value.status == "StatusCode.INVALID_ARGUMENT"
-
-
-@pytest.mark.parametrize("model", ["lmm", "lmm_unary"])
-def test_a_missing_prompt_is_rejected_without_an_ensemble(ask: Asker, model: str) -> None:
-    call = ask.stream if model == "lmm" else ask.once
-    with pytest.raises(Refused, match="'text_input' is missing"):
-        call(model, task="vqa")
+    with pytest.raises(Refused) as caught:
+        ask.once(ANALYTICS)
+    assert caught.value.status == "StatusCode.INVALID_ARGUMENT"
+    for model, call in (("lmm", ask.stream), ("lmm_unary", ask.once)):
+        with pytest.raises(Refused, match="'text_input' is missing"):
+            call(model, task="vqa")
 
 
 def test_empty_lists_of_images_are_the_same_as_no_images(ask: Asker) -> None:

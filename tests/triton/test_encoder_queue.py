@@ -6,17 +6,20 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 from transformers import LlavaForConditionalGeneration
 
+from tests.support.hostile_images import jpeg_with_scans
 from tests.support.polling import until
-from tests.support.triton_client import Asker, Refused, asking, picture
+from tests.support.triton_client import REFRESH_SECONDS, Asker, Refused, picture, serving
 from tools.demo.build import make_model, save_checkpoint
 from vlora.launcher.repository import ServerOptions
 from vlora.launcher.server import TritonServer
@@ -25,23 +28,29 @@ ENCODER = '{model="vision_encoder",version="1"}'
 PROMPT = np.array([[b"?"]], dtype=object)
 COLOURS = itertools.count(1)
 
-BUSY_SECONDS = 4.0
+BUSY_SECONDS = 3.0
 """Time for which the encoder is occupied."""
 
 
 @pytest.fixture(scope="module")
-def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asker]:
-    """Yield a client of a server with a deep vision tower and a queue of 16 requests."""
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    """Yield a server with a deep vision tower and a queue of 16 requests. `ask` is its client."""
     config = make_model(seed=0).config
     config.vision_config.num_hidden_layers = 40
     folder = tmp_path_factory.mktemp("deep")
     save_checkpoint(folder, LlavaForConditionalGeneration(config))
+    limits = {"max_decode_seconds": 2.0}
     options = ServerOptions(
-        model_json={"model": str(folder), "max_num_seqs": 4, "max_num_waiting": 12},
+        model_json={
+            "model": str(folder),
+            "max_num_seqs": 4,
+            "max_num_waiting": 12,
+            "limits": limits,
+        },
         log=tmp_path_factory.mktemp("queue") / "tritonserver.log",
     )
-    with TritonServer(options) as server, asking(server) as asker:
-        yield asker
+    with serving(options) as started:
+        yield started
 
 
 def fresh_picture() -> bytes:
@@ -93,6 +102,12 @@ def counters(ask: Asker) -> dict[str, float]:
     return {name: metrics.get(f"vlora:{name}_total{ENCODER}", 0.0) for name in names}
 
 
+def settled_counters(ask: Asker) -> dict[str, float]:
+    """Return the encoder's counters, with what earlier tests have added."""
+    time.sleep(REFRESH_SECONDS)
+    return counters(ask)
+
+
 def added(ask: Asker, before: dict[str, float], **expected: float) -> None:
     """Wait until the counters have grown by this; then check that they have not grown by more."""
 
@@ -104,21 +119,31 @@ def added(ask: Asker, before: dict[str, float], **expected: float) -> None:
     assert grown() == expected
 
 
-@pytest.mark.parametrize("model", ["video_analytics", "visual_retrieval", "lmm"])
+def call_of(ask: Asker, model: str) -> Callable[..., object]:
+    """Return the way to send a request to a model: unary or as a stream."""
+    return partial(ask.once if model in ("video_analytics", "lmm_unary") else ask.stream, model)
+
+
 def test_a_deadline_that_passes_in_the_encoders_queue_ends_the_request_without_encoding_it(
-    ask: Asker, model: str
+    ask: Asker,
 ) -> None:
-    call = ask.once if model == "video_analytics" else ask.stream
-    before = counters(ask)
-    with busy_encoder(ask) as busy:
-        with pytest.raises(Refused, match="CANCELLED: past its deadline: 'deadline_ms' = 150"):
-            call(
-                model,
+    models = ("video_analytics", "visual_retrieval", "lmm")
+    keys = {"deadline_ms": 150}
+    before = settled_counters(ask)
+    with busy_encoder(ask) as busy, ThreadPoolExecutor(len(models)) as pool:
+        answers = [
+            pool.submit(
+                call_of(ask, model),
                 text_input="?",
                 image=fresh_picture(),
-                sampling_parameters={"deadline_ms": 150},
+                sampling_parameters=keys,
             )
-        assert not busy.ended, "the error does not wait for the encoder"
+            for model in models
+        ]
+        for answer in answers:
+            with pytest.raises(Refused, match="CANCELLED: past its deadline: 'deadline_ms' = 150"):
+                answer.result()
+        assert not busy.ended, "the errors do not wait for the encoder"
         busy.wait()
     ask.once("video_analytics", text_input="?", image=fresh_picture())
     added(ask, before, encoder_images=busy.frames + 1)
@@ -126,7 +151,7 @@ def test_a_deadline_that_passes_in_the_encoders_queue_ends_the_request_without_e
 
 def test_superseded_frames_are_not_encoded(ask: Asker) -> None:
     """The deadlines and streams of requests also work as request parameters."""
-    before = counters(ask)
+    before = settled_counters(ask)
     keys = {"stream_id": "camera", "supersede": True, "max_tokens": 1}
 
     def send(index: int) -> object:
@@ -147,56 +172,66 @@ def test_superseded_frames_are_not_encoded(ask: Asker) -> None:
     added(ask, before, encoder_images=busy.frames + 1, requests_superseded=4)
 
 
-@pytest.mark.parametrize("model", ["video_analytics", "visual_retrieval", "lmm", "lmm_unary"])
-def test_a_request_that_is_cancelled_in_the_encoders_queue_is_not_encoded(
-    ask: Asker, model: str
+def test_a_request_that_is_cancelled_or_left_in_the_encoders_queue_is_not_encoded(
+    ask: Asker,
 ) -> None:
-    call = ask.once if model in ("video_analytics", "lmm_unary") else ask.stream
-    before, request_id = counters(ask), f"cancelled in {model}"
-    with busy_encoder(ask) as busy, ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(call, model, id=request_id, text_input="?", image=fresh_picture())
-        time.sleep(0.3)
-        ask.stream("lmm", id=request_id, cancel=True)
-        with pytest.raises(Refused, match=f"CANCELLED: the request '{request_id}' was cancelled"):
-            answer.result()
-        assert not busy.ended, "the error does not wait for the encoder"
-        busy.wait()
-    ask.once("video_analytics", text_input="?", image=fresh_picture())
-    added(ask, before, encoder_images=busy.frames + 1)
-
-
-def test_a_request_whose_client_leaves_is_not_encoded(ask: Asker) -> None:
     """Triton does not tell the models of an ensemble that a client has left."""
-    before = counters(ask)
-    with busy_encoder(ask) as busy:
+    models = ("video_analytics", "visual_retrieval", "lmm", "lmm_unary")
+    names = {model: f"cancelled in {model}" for model in models}
+    before = settled_counters(ask)
+    with busy_encoder(ask) as busy, ThreadPoolExecutor(len(models)) as pool:
+        answers = [
+            pool.submit(call_of(ask, model), id=name, text_input="?", image=fresh_picture())
+            for model, name in names.items()
+        ]
         with ask.streaming("lmm", text_input="?", image=fresh_picture()):
             time.sleep(0.3)
+        for name, answer in zip(names.values(), answers, strict=True):
+            ask.stream("lmm", id=name, cancel=True)
+            with pytest.raises(Refused, match=f"CANCELLED: the request '{name}' was cancelled"):
+                answer.result()
+        assert not busy.ended, "the errors do not wait for the encoder"
         busy.wait()
     ask.once("video_analytics", text_input="?", image=fresh_picture())
     added(ask, before, encoder_images=busy.frames + 1)
 
 
-@pytest.mark.parametrize("model", ["video_analytics", "lmm"])
-def test_latencies_include_the_wait_for_the_encoder(ask: Asker, model: str) -> None:
+def test_latencies_include_the_wait_for_the_encoder(ask: Asker) -> None:
     def first_tokens() -> float:
         name = "vllm:time_to_first_token_seconds_sum"
         return ask.metrics()[f'{name}{{model="lmm",version="1"}}']
 
-    keys = {"max_tokens": 2, "temperature": 0}
-    with busy_encoder(ask) as busy:
-        sum_before, start = first_tokens(), time.monotonic()
-        image = {"image": fresh_picture(), "sampling_parameters": keys}
-        if model == "lmm":
-            (response,) = ask.stream("lmm", text_input="?", **image)
-            timings = json.loads(response["details"])["timings"]
-        else:
-            response = ask.once(model, text_input="?", **image)
-            timings = json.loads(response["result"])["timings"]
-        seconds = time.monotonic() - start
+    def timed(call: Callable[..., Any], model: str) -> tuple[Any, float]:
+        start = time.monotonic()
+        keys = {"max_tokens": 2, "temperature": 0}
+        answer = call(model, text_input="?", image=fresh_picture(), sampling_parameters=keys)
+        return answer, time.monotonic() - start
+
+    with busy_encoder(ask) as busy, ThreadPoolExecutor(2) as pool:
+        sum_before = first_tokens()
+        unary = pool.submit(timed, ask.once, "video_analytics")
+        ((direct,), seconds) = timed(ask.stream, "lmm")
+        ensemble, ensemble_seconds = unary.result()
         busy.wait()
-    assert 0.7 * seconds < timings["queued"] < timings["first_token"] < seconds
+    for details, whole in ((direct["details"], seconds), (ensemble["result"], ensemble_seconds)):
+        timings = json.loads(details)["timings"]
+        assert 0.7 * whole < timings["queued"] < timings["first_token"] < whole
     # The metrics are refreshed once a second.
-    until(lambda: first_tokens() - sum_before > 0.7 * seconds, seconds=5)
+    until(lambda: first_tokens() - sum_before > 0.7 * (seconds + ensemble_seconds), seconds=5)
+
+
+def test_an_image_that_takes_long_to_decode_delays_no_other_and_is_refused(ask: Asker) -> None:
+    """The slow request is answered after the call that took it has returned."""
+    image = np.array([[jpeg_with_scans(3000, 10_000)]], dtype=object)
+    with ThreadPoolExecutor(1) as pool:
+        # On a busy machine, 2 s of processor time can take minutes.
+        encode = partial(ask.once, "vision_encoder", text_input=PROMPT)
+        slow = pool.submit(encode, image=image, timeout=600)
+        for _ in range(5):
+            occupy(ask, 1)
+            assert not slow.done()
+        with pytest.raises(Refused, match=r"INVALID_ARG: .* more than 2 s of processor time"):
+            slow.result()
 
 
 def test_a_client_cannot_choose_its_arrival(ask: Asker) -> None:

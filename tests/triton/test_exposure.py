@@ -15,8 +15,8 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from tests.support.triton_client import Asker, picture
-from vlora.launcher.run_folder import SHARED_MEMORY as REGIONS
 from vlora.launcher.server import TritonServer
+from vlora.server_run import SHARED_MEMORY as REGIONS
 
 SHARED_MEMORY = {"key": "/vlora", "offset": 0, "byte_size": 8}
 HTTP_CALLS = [

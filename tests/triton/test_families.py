@@ -1,21 +1,38 @@
-"""Parity of every vision family behind a real server with transformers and PEFT, over gRPC.
+"""Parity of vision families behind a real server with transformers and PEFT, over gRPC, also while
+adapters of one are added, replaced, removed or broken.
 
 Each family has one server with few KV pages and a policy that merges whichever adapter most of the
 ready requests use. So the tests force merged, mixed and unmerged steps, preemption, and reuse of
-prefixes by what they ask, not by when they ask it. Adapters that change while the server runs are
-tested in test_family_adapters.py.
+prefixes by what they ask, not by when they ask it.
+
+parity/test_families.py tests all families without a server. What a server adds is the way of images
+and features between its models, so each way that it can differ has one family here.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from tests.support.checkpoints import FAMILIES
-from tests.support.families import ADAPTERS, VISION_ADAPTERS, Family, FirstQwenVL
+from tests.support.families import (
+    ADAPTERS,
+    VISION_ADAPTERS,
+    OracleFamily,
+    make_family,
+)
+from tests.support.polling import until
 from tests.support.served_family import (
     INVOCATION,
     MAX_TOKENS,
@@ -28,12 +45,15 @@ from tests.support.served_family import (
     longest_prompt,
     preemptions,
 )
-from tests.support.triton_client import asking
+from tests.support.triton_client import Refused, asking, serving
 from vlora.launcher.repository import ServerOptions
-from vlora.launcher.server import TritonServer
+from vlora.vision.images import DecodedImage
+from vlora.vision.prompts import render
 
 BLOCK = 4
 """Tokens of a KV page."""
+SHORT = 8
+"""Tokens of answers while adapters change."""
 ROUNDS = 40
 """Maximum number of times that questions are asked at once until all modes have been seen."""
 MERGED, MIXTURE, UNMERGED = "merged", "mixture", "unmerged"
@@ -47,23 +67,25 @@ USED_FOR_PAIRS = (BOTH, TOWER, None, BOTH, BOTH, CONNECTOR, BOTH, FIRST, BOTH, B
 questions use the first adapter, and a step with one question of each kind merges none."""
 
 
-@pytest.fixture(scope="module", params=["qwen_vl", *sorted(FAMILIES)])
+SERVED_FAMILIES = (
+    "qwen_vl",  # a clip as separate images, a tower of its own
+    "llava_next",  # several tiles of an image
+    "llava_onevision",  # a clip as a video, pooled
+    "qwen3_vl",  # positions in three dimensions, time stamps, features at several depths
+)
+
+
+@pytest.fixture(scope="module", params=SERVED_FAMILIES)
 def family(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Family | FirstQwenVL:
-    folder = tmp_path_factory.mktemp(request.param)
-    made: Family | FirstQwenVL
-    made = (
-        FirstQwenVL(folder)
-        if request.param == "qwen_vl"
-        else Family(request.param, checkpoint, folder)
-    )
+) -> OracleFamily:
+    made = make_family(request.param, checkpoint, tmp_path_factory.mktemp(request.param))
     made.add_vision_adapters()
     return made
 
 
 @pytest.fixture(scope="module")
-def kinds(family: Family | FirstQwenVL) -> tuple[str, ...]:
+def kinds(family: OracleFamily) -> tuple[str, ...]:
     """Return the names of further adapters of the family."""
     return add_kinds(family)
 
@@ -75,7 +97,7 @@ def questions() -> list[Question]:
 
 @pytest.fixture(scope="module")
 def served(
-    family: Family | FirstQwenVL,
+    family: OracleFamily,
     kinds: tuple[str, ...],
     questions: list[Question],
     tmp_path_factory: pytest.TempPathFactory,
@@ -96,11 +118,8 @@ def served(
         environment={"XDG_CACHE_HOME": str(folder / "cache")},
         log=folder / "tritonserver.log",
     )
-    with TritonServer(options) as server, asking(server) as asker:
+    with serving(options) as server, asking(server) as asker:
         yield Served(family, asker)
-        assert server.failure() is None, server.explain()
-        # test_lifecycle.py tests a graceful end, which takes seconds.
-        server.kill()
 
 
 def test_answers_to_lone_questions_are_those_of_the_stock_model(
@@ -127,8 +146,9 @@ def test_a_prefix_of_another_adapter_is_not_reused(
     served: Served, questions: list[Question]
 ) -> None:
     for question, other in zip(questions[:3], (SECOND, None, FIRST), strict=True):
-        served.answer(question)
-        answer = served.answer(question._replace(adapter=other))
+        own = question._replace(text=f"whose is {question.text}")
+        served.answer(own)
+        answer = served.answer(own._replace(adapter=other))
         assert answer.cached < answer.inputs // 2
 
 
@@ -139,7 +159,12 @@ def test_adapters_of_the_vision_tower_and_the_connector_see_features_of_their_ow
     """An image of the base model is encoded again for each adapter of the tower or the connector.
     Afterwards, its features and the prompt's prefix are cached. The questions have two images, and
     an image with a clip."""
-    question = questions[pictures]._replace(adapter=None, text=f"in {pictures}?")
+    images, frames = (
+        # No other test asks about these pixels.
+        tuple(DecodedImage(255 - one.rgb, one.is_video) for one in drawn)
+        for drawn in (questions[pictures].images, questions[pictures].frames)
+    )
+    question = Question(f"in {pictures}?", images, frames, adapter=None)
     answers = [served.answer(question)]
     for adapter in (FIRST, *VISION_ADAPTERS):
         asked = question._replace(adapter=adapter)
@@ -206,3 +231,169 @@ def test_answers_in_mixed_steps_and_after_preemption_are_those_of_the_stock_mode
 
     # Requests that do not overlap, which no server can force, are asked again.
     assert any(all_seen() for _ in range(ROUNDS)), (preemptions(served) - before, modes)
+
+
+class Asked:
+    """A question about images: the answers of a server and of the oracle, by adapter."""
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+        rng = np.random.default_rng(2)
+        sizes = rng.integers(12, 80, (2, 2))
+        self._images = tuple(
+            DecodedImage(rng.integers(0, 256, (*size, 3), np.uint8)) for size in sizes
+        )
+
+    def text(self, adapter: str | None, images: int, model: str = "video_analytics") -> str:
+        """Return the server's answer to a question about the first images."""
+        inputs = self._served.inputs(self._question(adapter, images))
+        inputs["sampling_parameters"]["max_tokens"] = SHORT
+        if model == "lmm_unary":
+            inputs["exclude_input_in_output"] = True
+        return str(self._served.ask.once(model, **inputs)["text_output"]).strip()
+
+    def expected(self, adapter: str | None, images: int) -> str:
+        """Return the stock model's answer."""
+        family, question = self._served.family, self._question(adapter, images)
+        prompt = render("vqa", question.text, images, 0, self._served.template)
+        tokens = family.greedy(prompt, question.images, adapter, SHORT)
+        return str(family.tokenizer.decode(tokens, skip_special_tokens=True)).strip()
+
+    def _question(self, adapter: str | None, images: int) -> Question:
+        return Question("what is this?", self._images[:images], (), adapter)
+
+
+def refusal_of(ask: Callable[[], str]) -> str:
+    """Return the message with which a request is refused; "" if it is answered."""
+    try:
+        ask()
+    except Refused as refused:
+        return refused.message
+    return ""
+
+
+Seen = dict[str | None, set[str | Refused]]
+"""Answers and refusals by adapter."""
+
+
+@contextmanager
+def asking_all_the_time(asked: Asked, adapters: Sequence[str | None]) -> Iterator[Seen]:
+    """Ask with each adapter in turn until the context ends. Yield the answers and the refusals by
+    adapter."""
+    seen: Seen = {adapter: set() for adapter in adapters}
+    ended = threading.Event()
+
+    def ask(adapter: str | None) -> None:
+        while not ended.wait(0.02):
+            try:
+                seen[adapter].add(asked.text(adapter, 2))
+            except Refused as refused:
+                seen[adapter].add(refused)
+
+    with ThreadPoolExecutor(len(adapters)) as pool:
+        asking = [pool.submit(ask, adapter) for adapter in adapters]
+        try:
+            yield seen
+        finally:
+            ended.set()
+        for one in asking:
+            one.result()
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True)
+def test_adapters_of_the_vision_tower_are_changed_under_load(
+    family: OracleFamily, served: Served, tmp_path: Path
+) -> None:
+    """Each answer is that of one version: its weights in the decoder, and its image features."""
+    asked = Asked(served)
+    known = family.adapters / "changing"
+
+    def make(seed: int, name: str) -> Path:
+        torch.manual_seed(seed)
+        family.make_adapter(tmp_path / name, VISION_ADAPTERS[BOTH])
+        return tmp_path / name
+
+    def rescaled(source: Path, name: str) -> Path:
+        """Return a copy of an adapter whose files differ only in `lora_alpha`."""
+        shutil.copytree(source, tmp_path / name)
+        file = tmp_path / name / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"lora_alpha": 16}))
+        return tmp_path / name
+
+    def use(source: Path) -> None:
+        """Replace the adapter `changing` by a copy of another, and wait for its answer."""
+        shutil.copytree(source, tmp_path / "next")
+        if known.exists():
+            known.rename(tmp_path / f"before {source.name}")
+        (tmp_path / "next").rename(known)
+        until(lambda: expected[source] in seen["changing"])
+
+    def is_passing(refused: Refused) -> bool:
+        return any(code in refused.message for code in ("NOT_FOUND: ", "UNAVAILABLE: adapter"))
+
+    one = make(11, "one")
+    versions = [one, make(12, "two"), rescaled(one, "three")]
+    for version in versions:
+        family.model.load_adapter(version, version.name)
+    family.model.eval()
+    expected = {version: asked.expected(version.name, 2) for version in versions}
+    of_others = {name: asked.expected(name, 2) for name in (None, FIRST)}
+    assert len({*expected.values(), *of_others.values()}) == 5
+    with asking_all_the_time(asked, (None, FIRST, "changing")) as seen:
+        for version in versions:
+            use(version)
+            assert asked.text("changing", 2, "lmm_unary") == expected[version]
+        known.rename(tmp_path / "removed")
+        until(lambda: "NOT_FOUND: " in refusal_of(partial(asked.text, "changing", 2)))
+        use(versions[1])
+    assert {one for one in seen["changing"] if isinstance(one, str)} == {*expected.values()}
+    assert all(is_passing(one) for one in seen["changing"] if isinstance(one, Refused))
+    for name, own in of_others.items():
+        assert seen[name] == {own}
+
+
+def renamed(old: str, new: str, tensors: dict[str, torch.Tensor], key: str) -> None:
+    """Move A and B of a module to another module."""
+    for one in (key, key.replace("lora_A", "lora_B")):
+        tensors[one.replace(old, new)] = tensors.pop(one)
+
+
+BROKEN: dict[str, tuple[str, Callable[[dict[str, torch.Tensor], str], object]]] = {
+    "not finite": ("NaN or Inf in", lambda tensors, key: tensors[key].fill_(torch.nan)),
+    "wrong shape": ("they must be", lambda tensors, key: tensors.update({key: torch.ones(4, 3)})),
+    "unknown layer": ("not a linear layer", partial(renamed, "blocks.0", "blocks.9")),
+    "table": ("not a linear layer", partial(renamed, "blocks.0.attn.qkv", "pos_embed")),
+}
+"""Reason of the refusal, and change of the tensors, by name of a fault of the tower's weights."""
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True)
+def test_a_broken_part_of_the_vision_tower_is_the_error_of_its_adapter(
+    family: OracleFamily, served: Served, tmp_path: Path
+) -> None:
+    """Requests of healthy and broken adapters are encoded together."""
+    asked = Asked(served)
+    healthy = {name: asked.text(name, 1) for name in (None, FIRST)}
+    for name, (_, change) in BROKEN.items():
+        folder = tmp_path / name
+        family.make_adapter(folder, VISION_ADAPTERS[TOWER])
+        file = folder / "adapter_model.safetensors"
+        tensors = load_file(file)
+        change(tensors, next(key for key in sorted(tensors) if "blocks.0.attn.qkv.lora_A" in key))
+        save_file(tensors, file)
+        folder.rename(family.adapters / name)
+
+    def refusal(name: str) -> str:
+        return refusal_of(partial(asked.text, name, 1))
+
+    def is_refused(name: str, reason: str) -> bool:
+        return reason in refusal(name)
+
+    for name, (reason, _) in BROKEN.items():
+        until(partial(is_refused, name, reason))
+    with ThreadPoolExecutor(12) as pool:
+        refusals = [pool.submit(refusal, name) for name in BROKEN]
+        texts = [pool.submit(asked.text, name, 1) for name in [*healthy] * 4]
+        for (reason, _), refused in zip(BROKEN.values(), refusals, strict=True):
+            assert reason in refused.result()
+        assert [text.result() for text in texts] == [*healthy.values()] * 4

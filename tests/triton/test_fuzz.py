@@ -1,8 +1,8 @@
-"""Short run of the fuzzer with a fixed seed. `python -m tests.support.fuzz` runs longer ones."""
+"""Short run of the fuzzer with a fixed seed. `python -m tests.programs.fuzz` runs longer ones."""
 
 from __future__ import annotations
 
-from tests.support.fuzz import known_adapters, run, whole_text
+from tests.programs.fuzz import known_adapters, run, whole_text
 from vlora.errors import known_names
 from vlora.launcher.server import TritonServer
 

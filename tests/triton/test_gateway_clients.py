@@ -11,16 +11,14 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.gateway import Gateway, running
+from tests.support.gateway import Gateway
 from tests.support.polling import until
 from tests.support.triton_client import Asker, picture
-from vlora.launcher.server import TritonServer
 
 pytest.importorskip("fastapi", reason="the extra `gateway` is not installed")
 
@@ -32,12 +30,6 @@ MESSAGE = [
     {"type": "image_url", "image_url": {"url": DATA_URL}},
     {"type": "text", "text": QUESTION},
 ]
-
-
-@pytest.fixture(scope="module")
-def gateway(server: TritonServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    with running(server.grpc_url, tmp_path_factory.mktemp("clients")) as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

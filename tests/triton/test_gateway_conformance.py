@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.support.gateway import Gateway, running
+from tests.support.gateway import Gateway
 from tests.support.triton_client import picture
 from vlora.gateway.requests import CHAT as READ_BY_CHAT
 from vlora.gateway.requests import NEUTRAL, NO_EFFECT, OWN, PASSED
-from vlora.launcher.server import TritonServer
 from vlora.sampling import REFUSED as REFUSED_KEYS
 from vlora.structured.structure import STRUCTURE_KEYS
 
@@ -25,12 +23,6 @@ pytest.importorskip("fastapi", reason="the extra `gateway` is not installed")
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 LIMIT = 3
-
-
-@pytest.fixture(scope="module")
-def gateway(server: TritonServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    with running(server.grpc_url, tmp_path_factory.mktemp("conformance")) as started:
-        yield started
 
 
 def user(content: Any, **fields: Any) -> list[dict[str, Any]]:
@@ -43,6 +35,8 @@ def image(url: str | None = None, **fields: Any) -> dict[str, Any]:
 
 
 TEXT = {"type": "text", "text": "What color is the square?"}
+IMAGE, SHARP, ELSEWHERE = image(), image(detail="sharp"), image("http://example.org/a.png")
+PART = "messages[0].content[0]"
 FUNCTION = {"type": "function", "function": {"name": "f"}}
 ASSISTANT = {"role": "assistant", "content": "A square."}
 
@@ -171,33 +165,13 @@ REFUSED: list[tuple[str, dict[str, Any], int, str, str | None]] = [
         ({"messages": [*user("hello"), ASSISTANT]}, 400, "INVALID_ARG", "messages"),
         ({"messages": user(None)}, 400, "INVALID_ARG", "messages[0].content"),
         ({"messages": user([])}, 400, "INVALID_ARG", "messages[0].content"),
-        ({"messages": user([{"type": "text"}])}, 400, "INVALID_ARG", "messages[0].content[0]"),
+        ({"messages": user([{"type": "text"}])}, 400, "INVALID_ARG", PART),
         ({"messages": user("x", name=7)}, 400, "INVALID_ARG", "messages[0].name"),
         ({"messages": user("x", extra=1)}, 400, "INVALID_ARG", "messages[0].extra"),
-        (
-            {"messages": user([{"type": "input_audio"}])},
-            400,
-            "UNSUPPORTED",
-            "messages[0].content[0].type",
-        ),
-        (
-            {"messages": user([{"type": "image_url", "image_url": "x"}])},
-            400,
-            "INVALID_ARG",
-            "messages[0].content[0].image_url",
-        ),
-        (
-            {"messages": user([image("http://example.org/a.png")])},
-            403,
-            "PERMISSION_DENIED",
-            "messages[0].content[0].image_url.url",
-        ),
-        (
-            {"messages": user([image(detail="sharp")])},
-            400,
-            "INVALID_ARG",
-            "messages[0].content[0].image_url.detail",
-        ),
+        ({"messages": user([{"type": "input_audio"}])}, 400, "UNSUPPORTED", f"{PART}.type"),
+        ({"messages": user([IMAGE | {"image_url": "x"}])}, 400, "INVALID_ARG", f"{PART}.image_url"),
+        ({"messages": user([ELSEWHERE])}, 403, "PERMISSION_DENIED", f"{PART}.image_url.url"),
+        ({"messages": user([SHARP])}, 400, "INVALID_ARG", f"{PART}.image_url.detail"),
         ({"temperature": -0.1}, 400, "INVALID_ARG", "temperature"),
         ({"temperature": "hot"}, 400, "INVALID_ARG", "temperature"),
         ({"temperature": True}, 400, "INVALID_ARG", "temperature"),

@@ -1,25 +1,19 @@
-"""Tests of a server that starts, fails to start, and stops, and of a server with other options."""
+"""Tests of a server that has started, that fails to start, and that takes long to start."""
 
 from __future__ import annotations
 
 import re
 import shutil
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from tests.support.polling import until
-from tests.support.triton_client import Asker, Refused, asking, picture
+from tests.support.triton_client import Asker
 from vlora.errors import ServerError
-from vlora.launcher.processes import children, is_alive
 from vlora.launcher.repository import ServerOptions, default_repository
 from vlora.launcher.server import TritonServer
 
-LONG = {"temperature": 0, "max_tokens": 900, "ignore_eos": True}
 MODELS = {
     "lmm",
     "lmm_unary",
@@ -43,11 +37,6 @@ def test_the_models_have_the_documented_names_kinds_and_required_inputs(ask: Ask
         required = {tensor.name for tensor in config.input if not tensor.optional}
         expected = {"text_input"} if name.startswith("lmm") else set()
         assert required == ({"text_output", "details"} if name == "task_head" else expected)
-
-
-def test_a_port_in_use_is_rejected_with_the_option_that_sets_another(server: TritonServer) -> None:
-    with pytest.raises(ServerError, match=rf"port {server.options.http_port} .*--http-port"):
-        TritonServer(ServerOptions(http_port=server.options.http_port))
 
 
 @pytest.fixture
@@ -111,7 +100,7 @@ def test_a_model_that_loads_for_long_is_waited_for_and_reported(
             return 100 * time.monotonic()
 
     monkeypatch.setattr("vlora.launcher.server.time", FastClock)
-    server = TritonServer(ServerOptions(repository=slow_model(tmp_path, seconds=5)))
+    server = TritonServer(ServerOptions(repository=slow_model(tmp_path, seconds=2)))
     reports: list[str] = []
     try:
         server.open(reports.append)
@@ -129,114 +118,3 @@ def test_a_start_that_exceeds_its_time_limit_ends_the_server(tmp_path: Path) -> 
     with pytest.raises(ServerError, match=r"not ready within 3 s \(--start-timeout\): slow \("):
         server.open()
     assert server.poll() is not None
-
-
-@pytest.fixture(scope="module")
-def small(
-    checkpoint: Path, adapters_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[TritonServer]:
-    """Yield a server with two threads, one running request, a queue of two, and no cache."""
-    options = ServerOptions(
-        model_json={
-            "model": str(checkpoint),
-            "adapters": str(adapters_dir),
-            "max_num_seqs": 1,
-            "engine_threads": 2,
-            "max_num_waiting": 2,
-            "feature_cache_bytes": 0,
-            "limits": {"max_images": 3},
-        },
-        log=tmp_path_factory.mktemp("small") / "tritonserver.log",
-    )
-    with TritonServer(options) as running:
-        yield running
-
-
-@pytest.fixture
-def ask_small(small: TritonServer) -> Iterator[Asker]:
-    with asking(small) as asker:
-        yield asker
-
-
-def test_a_full_queue_is_unavailable_with_its_length(ask_small: Asker) -> None:
-    def one(_: int) -> str:
-        try:
-            return (
-                ask_small.text("lmm", text_input="hello", sampling_parameters=LONG) and "answered"
-            )
-        except Refused as error:
-            return error.message
-
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(one, range(8)))
-    refused = [answer for answer in answers if answer != "answered"]
-    assert refused
-    assert set(refused) == {"UNAVAILABLE: the queue is full: 2 requests are waiting"}
-    assert answers.count("answered") >= 3
-
-
-def test_the_error_for_a_limit_has_the_value_and_the_limit(ask_small: Asker) -> None:
-    with pytest.raises(Refused, match=r"4.*3"):
-        ask_small.once("video_analytics", text_input="?", image=[picture()] * 4)
-
-
-def test_without_a_feature_cache_every_image_is_encoded(ask_small: Asker) -> None:
-    series = '{model="vision_encoder",version="1"}'
-    for _ in range(3):
-        ask_small.once("video_analytics", text_input="?", image=picture())
-    # Metrics are refreshed once a second.
-    misses = f"vlora:feature_cache_misses_total{series}"
-    until(lambda: ask_small.metrics()[misses] == 3)
-    assert ask_small.metrics()[f"vlora:feature_cache_hits_total{series}"] == 0
-
-
-def test_images_with_other_pixels_have_other_digests(ask_small: Asker) -> None:
-    def digests(*images: bytes) -> list[str]:
-        text = np.array([[b"x"]], dtype=object)
-        pictures = np.array([[*images, None]], dtype=object)[:, :-1]
-        response = ask_small.once("vision_encoder", text_input=text, image=pictures)
-        return list(np.ravel(response["image_digest"]))
-
-    one, other = picture((9, 9, 9)), picture((9, 9, 8))
-    assert digests(one, other)[0] == digests(one)[0] != digests(other)[0]
-
-
-@pytest.mark.parametrize("lora", [{}, {"lora_name": "all-r8"}], ids=["base", "adapter"])
-def test_two_engine_threads_give_the_same_answer_as_one(
-    ask: Asker, ask_small: Asker, lora: dict[str, str]
-) -> None:
-    keys = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
-    question = {"text_input": "hello", "sampling_parameters": {**keys, **lora}}
-    assert ask_small.text("lmm", **question) == ask.text("lmm", **question)
-
-
-def test_requests_that_run_longer_than_the_grace_period_are_cancelled(
-    small: TritonServer, ask_small: Asker
-) -> None:
-    """Requests are cancelled at the end; this must be the last test of this server."""
-    stubs = children(small.pid)
-    assert len(stubs) == 4
-    assert small.models.keys() == {"lmm", "lmm_unary", "task_head", "vision_encoder"}
-
-    def ask_until_refused(_: int) -> str:
-        # A fast machine may answer a request before the metrics show it, so it is sent again.
-        while True:
-            try:
-                ask_small.text("lmm", text_input="hi", stream=True, parameters=LONG)
-            except Refused as error:
-                return error.message
-
-    def admitted() -> float:
-        metrics, series = ask_small.metrics(), '{model="lmm",version="1"}'
-        return sum(
-            metrics[f"vllm:num_requests_{state}{series}"] for state in ("running", "waiting")
-        )
-
-    with ThreadPoolExecutor(3) as pool:
-        errors = pool.map(ask_until_refused, range(3))
-        until(lambda: admitted() >= 2)
-        small.stop(grace_seconds=0)
-        # The running request may have ended just before the others were cancelled.
-        assert list(errors).count("CANCELLED: the server is shutting down") >= 2
-    assert small.poll() is not None
-    assert not any(map(is_alive, stubs))

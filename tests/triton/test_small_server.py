@@ -6,6 +6,7 @@ import json
 import re
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 import uuid
@@ -19,12 +20,22 @@ import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException, shared_memory
 
 from tests.support.polling import until
-from tests.support.triton_client import Asker, Refused, asking, picture, pixels
+from tests.support.triton_client import (
+    REFRESH_SECONDS,
+    Asker,
+    Refused,
+    asking,
+    picture,
+    pixels,
+)
+from vlora.launcher.processes import children, is_alive
 from vlora.launcher.repository import ServerOptions
 from vlora.launcher.server import TritonServer
 
 RUNNING, WAITING = 2, 6
 OPTIONS = {
+    "engine_threads": 2,
+    "feature_cache_bytes": 0,
     "max_num_seqs": RUNNING,
     "max_num_waiting": WAITING,
     "enable_lora": "true",
@@ -32,16 +43,19 @@ OPTIONS = {
     "max_loras": 4,
     "max_lora_rank": 16,
     "gpu_memory_utilization": 0.5,
-    "limits": {"max_prompt_bytes": 5000, "max_request_megapixels": 0.01},
+    "limits": {"max_images": 3, "max_prompt_bytes": 5000, "max_request_megapixels": 0.01},
 }
 LONG = {"max_tokens": 900, "ignore_eos": True, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
-def small(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+def small(
+    checkpoint: Path, adapters_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TritonServer]:
     log = tmp_path_factory.mktemp("small-server") / "tritonserver.log"
     options = ServerOptions(
         model=checkpoint,
+        adapters=adapters_dir,
         model_json=OPTIONS,
         log=log,
         host="0.0.0.0",
@@ -56,7 +70,6 @@ def small(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 def ask(small: TritonServer) -> Iterator[Asker]:
     with asking(small) as asker:
         yield asker
-    assert small.poll() is None, small.explain()
 
 
 @pytest.mark.parametrize("model", ["video_analytics", "lmm_unary", "lmm"])
@@ -162,6 +175,27 @@ def test_metrics_can_be_turned_off(ask: Asker) -> None:
     assert ours == {"vlora:engine_steps_total", "vlora:encoder_images_total"}
 
 
+def test_without_a_feature_cache_every_image_is_encoded(ask: Asker) -> None:
+    def encoded() -> float:
+        return ask.metrics()['vlora:encoder_images_total{model="vision_encoder",version="1"}']
+
+    time.sleep(REFRESH_SECONDS)
+    before = encoded()
+    for _ in range(3):
+        ask.once("video_analytics", text_input="?", image=picture())
+    until(lambda: encoded() == before + 3)
+
+
+@pytest.mark.parametrize("lora", [{}, {"lora_name": "all-r8"}], ids=["base", "adapter"])
+def test_two_engine_threads_give_the_same_answer_as_the_default(
+    server: TritonServer, ask: Asker, lora: dict[str, str]
+) -> None:
+    keys = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+    question = {"text_input": "hello", "sampling_parameters": {**keys, **lora}}
+    with asking(server) as other:
+        assert ask.text("lmm", **question) == other.text("lmm", **question)
+
+
 def test_keys_without_effect_are_logged(small: TritonServer, ask: Asker) -> None:
     log = small.log.read_text(errors="replace")
     for key in ("max_loras", "max_lora_rank", "gpu_memory_utilization"):
@@ -171,6 +205,8 @@ def test_keys_without_effect_are_logged(small: TritonServer, ask: Asker) -> None
 def test_limits_can_be_set_in_model_json(ask: Asker) -> None:
     with pytest.raises(Refused, match="'text_input' has 5001 bytes; the limit is 5000"):
         ask.once("video_analytics", text_input="x" * 5001)
+    with pytest.raises(Refused, match=r"4.*3"):
+        ask.once("video_analytics", text_input="What?", image=[picture()] * 4)
     with pytest.raises(Refused, match=r"the request has 0\.014 megapixels; the limit .* 0\.01$"):
         ask.once("video_analytics", text_input="What?", image=[picture()] * 3)
 
@@ -224,3 +260,35 @@ def test_a_server_on_all_networks_listens_on_every_address(small: TritonServer) 
     options = small.options
     for port in (options.http_port, options.grpc_port, options.metrics_port):
         socket.create_connection(("127.0.0.2", port), timeout=30).close()
+
+
+@pytest.mark.last
+def test_requests_that_run_longer_than_the_grace_period_are_cancelled(
+    small: TritonServer, ask: Asker
+) -> None:
+    stubs = children(small.pid)
+    assert len(stubs) == 4
+    assert small.models.keys() == {"lmm", "lmm_unary", "task_head", "vision_encoder"}
+    begun = threading.Semaphore(0)
+
+    def ask_until_refused(_: int) -> str:
+        # A fast machine may answer a request before the server stops, so it is sent again.
+        question = {"text_input": "hi", "stream": True, "parameters": LONG}
+        while True:
+            try:
+                with ask.streaming("lmm", **question) as responses:
+                    next(responses)
+                    begun.release()
+                    list(responses)
+            except Refused as error:
+                return error.message
+
+    with ThreadPoolExecutor(RUNNING + 3) as pool:
+        errors = pool.map(ask_until_refused, range(RUNNING + 3))
+        for _ in range(RUNNING):
+            assert begun.acquire(timeout=60)
+        small.stop(grace_seconds=0)
+        # The running requests may have ended just before the waiting ones were cancelled.
+        assert list(errors).count("CANCELLED: the server is shutting down") >= 2
+    assert small.poll() is not None
+    assert not any(map(is_alive, stubs))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,10 +10,9 @@ import jsonschema
 import pytest
 import regex
 
-from tests.support.gateway import Gateway, running
+from tests.support.gateway import Gateway
 from tests.support.grammars import HOSTILE
 from tests.support.triton_client import Asker, Refused, picture
-from vlora.launcher.server import TritonServer
 
 openai = pytest.importorskip("openai", reason="the package openai is not installed")
 
@@ -29,12 +27,6 @@ SCHEMA = {
     "additionalProperties": False,
 }
 PATTERN = "(red|green) [0-9]{2}"
-
-
-@pytest.fixture(scope="module")
-def gateway(server: TritonServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    with running(server.grpc_url, tmp_path_factory.mktemp("gateway")) as started:
-        yield started
 
 
 def ask_structured(ask: Asker, model: str = "lmm", **sampling: Any) -> str:

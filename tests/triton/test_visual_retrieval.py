@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from clients.common import ClientError, connect
-from tests.support.triton_client import Asker, Refused, Response, picture, pixels
+from tests.support.triton_client import Asker, Refused, Response, picture
 from vlora.vision.prompts import TASKS
 
 RETRIEVAL = "visual_retrieval"
@@ -73,10 +73,6 @@ def test_only_the_last_response_has_a_finish_reason(ask: Asker) -> None:
     assert (last["finish_reason"], last.final) == ("length", True)
 
 
-def test_text_only_requests_pass(ask: Asker) -> None:
-    assert ask.stream(RETRIEVAL, text_input="Just words?")[-1].final
-
-
 def test_the_defaults_are_greedy_sampling_and_the_max_tokens_of_the_task(ask: Asker) -> None:
     request = {"text_input": "Same again?", "image": picture()}
     first, second = (ask.text(RETRIEVAL, **request) for _ in range(2))
@@ -106,13 +102,6 @@ def test_base64_and_raw_bytes_are_the_same_image(ask: Asker) -> None:
     )
 
 
-def test_frames_raw_is_the_same_clip_as_frames(ask: Asker) -> None:
-    clip = [picture((40 * i, 90, 10)) for i in range(3)]
-    encoded = ask.text(RETRIEVAL, text_input="", frames=clip, task="video")
-    raw = ask.text(RETRIEVAL, text_input="", frames_raw=pixels(clip), task="video")
-    assert encoded == raw
-
-
 def test_each_image_and_frame_takes_the_same_number_of_prompt_tokens(ask: Asker) -> None:
     def length(**extra: object) -> int:
         request = {"text_input": "What?", "sampling_parameters": {"max_tokens": 1}}
@@ -132,18 +121,12 @@ def test_adapters_answer_differently_from_the_base_and_from_each_other(ask: Aske
     assert len(texts) == 4
 
 
-def test_an_alias_in_multi_lora_json_is_its_adapter(ask: Asker) -> None:
+def test_an_adapter_may_be_named_by_an_alias_or_in_the_request_parameters(ask: Asker) -> None:
     request = {"text_input": "What is this?", "image": picture()}
-    assert ask.text(RETRIEVAL, sampling_parameters={"lora_name": "alias"}, **request) == ask.text(
-        RETRIEVAL, sampling_parameters={"lora_name": "attention-r4"}, **request
-    )
-
-
-def test_the_adapter_may_be_set_in_the_request_parameters(ask: Asker) -> None:
-    request = {"text_input": "What is this?", "image": picture()}
-    assert ask.text(RETRIEVAL, parameters={"lora_name": "all-r8"}, **request) == ask.text(
-        RETRIEVAL, sampling_parameters={"lora_name": "all-r8"}, **request
-    )
+    name = {"lora_name": "attention-r4"}
+    expected = ask.text(RETRIEVAL, sampling_parameters=name, **request)
+    assert expected == ask.text(RETRIEVAL, parameters=name, **request)
+    assert expected == ask.text(RETRIEVAL, sampling_parameters={"lora_name": "alias"}, **request)
 
 
 def test_a_head_streams_its_top_label_as_the_only_response(ask: Asker) -> None:

@@ -1,14 +1,15 @@
-"""Tests of the architecture: imports have levels and no cycles, and one package imports Triton."""
+"""Tests of the architecture: imports have levels and no circles, and one package imports Triton."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tools.tree_size import WINGS, circles, module_graph, upward_imports
 
 TOP = Path(__file__).parents[2]
 ROOT = TOP / "backend_src" / "vlora"
@@ -18,6 +19,7 @@ MODELS = sorted(REPOSITORY.glob("*/1/model.py"))
 LAYERS = [
     {
         "atomic_file",
+        "draining",
         "errors",
         "fork_server",
         "ids",
@@ -25,6 +27,7 @@ LAYERS = [
         "native",
         "openmp_env",
         "paths",
+        "server_run",
         "strict_json",
     },
     {"config", "cores", "live_requests", "net", "request", "sampling", "structured"},
@@ -33,13 +36,13 @@ LAYERS = [
     {"adapters"},
     {"model"},
     {"engine", "vision", "offline"},
-    {"generation", "launcher"},
-    {"gateway", "serving"},
+    {"gateway", "generation", "launcher", "serving"},
     {"cli"},
 ]
 """Lowest first; a module may import from its own layer and those below."""
 
-LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+PROGRAMS = LAYERS[-2]
+"""Rooms that run in processes of their own. They share modules of lower layers only."""
 
 CPP_SUFFIXES = {".h", ".cpp", ".cu", ".cuh"}
 CPP_COLUMNS = 100
@@ -57,74 +60,30 @@ def imports_of(path: Path) -> set[str]:
     return names
 
 
-def runtime_imports(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Yield the imports that are executed when the module is imported."""
-    for node in body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield node
-        elif isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.unparse(node.test):
-            yield from runtime_imports([*node.body, *node.orelse])
-        elif isinstance(node, ast.Try):
-            yield from runtime_imports([*node.body, *node.orelse, *node.finalbody])
-        elif isinstance(node, ast.ClassDef | ast.With):
-            yield from runtime_imports(node.body)
+def test_imports_point_downward_and_form_no_circle() -> None:
+    """Check all of the package and its wings, also imports for types and in functions."""
+    paths = [path for wing in ("backend_src", *WINGS) for path in (TOP / wing).rglob("*.py")]
+    graph = module_graph({str(p.relative_to(TOP)): ast.parse(p.read_text()) for p in paths})
+    assert "vlora.engine.scheduler" in graph["vlora.engine.parts"]
+    assert upward_imports(graph, TOP) == []
+    assert circles(graph) == []
 
 
-def module_graph() -> dict[str, set[str]]:
-    """Return the modules of the package that each module imports at its import."""
-    paths = {}
-    for path in ROOT.rglob("*.py"):
-        parts = path.relative_to(ROOT.parent).with_suffix("").parts
-        paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    graph: dict[str, set[str]] = {}
-    for module, path in paths.items():
-        names: set[str] = set()
-        for node in runtime_imports(ast.parse(path.read_text()).body):
-            if isinstance(node, ast.Import):
-                names |= {alias.name for alias in node.names}
-            elif node.module:
-                members = {f"{node.module}.{alias.name}" for alias in node.names}
-                names |= (members & paths.keys()) or {node.module}
-        graph[module] = names & paths.keys() - {module}
-    return graph
+def test_no_program_imports_another() -> None:
+    leaning = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for program in sorted(PROGRAMS)
+        for path in (ROOT / program).rglob("*.py")
+        for name in imports_of(path)
+        if name.split(".")[0] == "vlora" and set(name.split(".")[1:2]) & PROGRAMS - {program}
+    ]
+    assert leaning == []
 
 
-def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Return the groups of modules that import each other, directly or indirectly."""
-
-    def reachable(start: str) -> set[str]:
-        seen: set[str] = set()
-        todo = [start]
-        while todo:
-            new = graph[todo.pop()] - seen
-            seen |= new
-            todo += new
-        return seen
-
-    reach = {module: reachable(module) for module in graph}
-    groups = {
-        frozenset(other for other in reach[module] if module in reach[other])
-        for module in graph
-        if module in reach[module]
-    }
-    return sorted(sorted(group) for group in groups)
-
-
-def test_imports_point_downward_only() -> None:
-    upward = []
-    for path in ROOT.rglob("*.py"):
-        here = path.relative_to(ROOT).with_suffix("").parts[0]
-        if here == "__init__":
-            continue
-        for name in imports_of(path):
-            if name.startswith("vlora.") and LEVEL[name.split(".")[1]] > LEVEL[here]:
-                upward.append(f"{path.relative_to(ROOT)} imports {name}")
-    assert upward == []
-
-
-def test_no_modules_import_each_other_in_a_circle() -> None:
-    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == [["b", "c"]]
-    assert circles(module_graph()) == []
+def test_an_import_upward_and_a_circle_are_found() -> None:
+    graph = {"vlora.ids": {"vlora.config"}, "vlora.config": {"vlora.ids"}, "tools.a": {"vlora.ids"}}
+    assert upward_imports(graph, TOP) == ["vlora.ids imports vlora.config"]
+    assert circles(graph) == ["vlora.config - vlora.ids"]
 
 
 def test_no_line_of_cpp_is_longer_than_the_limit() -> None:
@@ -176,14 +135,16 @@ def _has_timeout(node: ast.AST) -> bool:
 
 
 def test_the_scheduler_is_pure() -> None:
-    for module in ("engine/scheduler", "engine/plan", "engine/sequence", "model/chunk"):
-        body = ast.parse((ROOT / f"{module}.py").read_text()).body
-        names = {ast.unparse(node).split()[1] for node in runtime_imports(body)}
+    for module in ("scheduler", "plan", "sequence"):
+        names = imports_of(ROOT / "engine" / f"{module}.py")
         assert not {"torch", "time", "numpy"} & names, module
 
 
-def test_importing_the_scheduler_does_not_load_torch() -> None:
-    code = "import sys, vlora.engine.scheduler; print('torch' in sys.modules)"
+@pytest.mark.parametrize(
+    "module", ["engine.scheduler", "structured.worker", "vision.decode_worker"]
+)
+def test_importing_the_scheduler_or_a_process_of_many_does_not_load_torch(module: str) -> None:
+    code = f"import sys, vlora.{module}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
@@ -196,11 +157,11 @@ def test_model_files_are_thin_and_reach_triton_through_our_package(path: Path) -
 
 
 def test_no_test_module_imports_another_one() -> None:
-    """Shared helpers are in `tests/support`."""
+    """Shared helpers are in `tests/support`, and programs in `tests/programs`."""
     importers = [
         f"{path.relative_to(TOP)} imports {name}"
         for path in (TOP / "tests").rglob("*.py")
         for name in imports_of(path)
-        if name.startswith("tests.") and not name.startswith("tests.support")
+        if name.startswith("tests.") and not name.startswith(("tests.support", "tests.programs"))
     ]
     assert importers == []

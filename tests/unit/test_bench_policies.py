@@ -15,15 +15,14 @@ from benchmarks import llava
 from benchmarks.frame import GRIDS, command_line
 from benchmarks.policies import (
     BASELINES,
-    ClosedLoop,
     Policies,
-    PolicyGrid,
-    gains_by_setting,
+    closed_loop,
+    jobs_of,
+    means_over_seeds,
     summarize,
 )
 from benchmarks.published_operators import OPERATORS
-from benchmarks.replay import Replay, TracedRequest, Workload, replay_simulated
-from vlora import paths
+from benchmarks.replay import Replay, Simulation, TracedRequest, Workload
 from vlora.atmm import op
 from vlora.atmm.groups import LoraGroup
 from vlora.atmm.types import LoraPair, Segment
@@ -62,21 +61,21 @@ def costs() -> CostModel:
 def replay(policy: str, trace: list[TracedRequest]) -> Replay:
     options = Options(policy=policy)
     budgets = Budgets(options.max_num_seqs, options.max_num_batched_tokens)
-    return replay_simulated(trace, budgets, 2048, 16, costs(), lambda c: make_policy(options, c))
+    return Simulation(trace, budgets, 2048, 16, costs(), lambda c: make_policy(options, c)).run()
 
 
 def test_simulated_time_is_that_of_the_cost_model() -> None:
     trace = [TracedRequest(1.0, 0, prompt=8, output=3, limit=16)]
     unmerged = replay("unmerge_only", trace)
     step = 8e-3 + 8e-4
-    assert unmerged.first == {"s0": pytest.approx(1.0 + step + 8e-5)}
-    assert unmerged.end == {"s0": pytest.approx(1.0 + 3 * step + 8e-5 + 2e-5)}
-    assert unmerged.as_row()["token_latency_ms"] == pytest.approx((3 * step + 1e-4) / 3 * 1e3, 1e-3)
+    assert unmerged.outcome.first == [pytest.approx(step + 8e-5)]
+    assert unmerged.outcome.end == [pytest.approx(3 * step + 8e-5 + 2e-5)]
+    assert unmerged.as_row()["token_latency_ms"] == pytest.approx((3 * step + 1e-4) / 3 * 1e3)
     assert set(unmerged.modes) == {"unmerged"}
     merged = replay("merge_only", trace)
     assert merged.merges == 1
     assert set(merged.modes) == {"merged"}
-    assert merged.end == {"s0": pytest.approx(1.0 + 1e-3 + 3 * 8e-3)}
+    assert merged.outcome.end == [pytest.approx(1e-3 + 3 * 8e-3)]
 
 
 @pytest.mark.parametrize("application", ["retrieval", "analytics"])
@@ -87,7 +86,7 @@ def test_the_predictive_policy_is_no_slower_than_any_baseline_in_simulation(
     for rate in (1.0, 3.0):
         trace = work.trace(1, rate, 30)
         ours = replay("predictive", trace)
-        assert len(ours.end) == 30
+        assert len(ours.outcome.end) == 30
         for baseline in BASELINES:
             assert ours.token_latency < 1.03 * replay(baseline, trace).token_latency
 
@@ -137,15 +136,19 @@ def test_ratios_compare_the_same_traces_and_the_worst_is_over_all_settings() -> 
     ]
     summary = summarize(rows)
     assert summary["vs_unmerge_only"] == pytest.approx((0.9 * 0.8) ** 0.5, abs=1e-4)
-    assert summary["vs_dlora"] == 0.75
+    expected = {
+        "vs_dlora": 0.75,
+        "vs_own_operators": 0.5,
+        "worst_vs_best_baseline": 1.25,
+        "simulated_worst_vs_best_baseline": 0.85,
+        "level_vs_unmerge_only": 0.85,  # each measured latency equals its simulation
+        "step_prediction_median_error": 0.05,
+        "simulation_median_error": 0.0,
+        "adapter_share": 0.08,
+        "most_to_win": 0.9,
+    }
+    assert {key: summary[key] for key in expected} == pytest.approx(expected)
     assert summary["vs_merge_only"] is None
-    assert summary["vs_own_operators"] == 0.5
-    assert summary["worst_vs_best_baseline"] == 1.25
-    assert summary["simulated_worst_vs_best_baseline"] == 0.85
-    assert summary["level_vs_unmerge_only"] == 0.85, "each measured latency equals its simulation"
-    assert summary["step_prediction_median_error"] == 0.05
-    assert summary["simulation_median_error"] == 0.0
-    assert (summary["adapter_share"], summary["most_to_win"]) == (0.08, 0.9)
 
 
 def test_closed_loops_are_compared_round_by_round() -> None:
@@ -161,29 +164,32 @@ def test_closed_loops_are_compared_round_by_round() -> None:
 
 def test_a_closed_loop_keeps_the_number_of_concurrent_requests_on_the_demo_checkpoint() -> None:
     grid = {"count": 9, "at_once": 4, "tokens": 3, "adapters": 2}
-    rows = ClosedLoop(paths.root() / "tools" / "demo", grid).rows(["unmerge_only"], 1)
-    assert [row["policy"] for row in rows] == ["unmerge_only"]
-    assert rows[0]["requests_per_s"] > 0
-    assert rows[0]["rows_per_step"] > 3
+    (row,) = closed_loop(grid | {"policies": ["unmerge_only"], "rounds": 1})
+    assert row["policy"] == "unmerge_only"
+    assert row["requests_per_s"] > 0
+    assert row["rows_per_step"] > 3
 
 
-def test_the_possible_gain_is_listed_with_the_gain_of_each_policy() -> None:
+def test_the_table_compares_each_policy_with_first_come_first_served() -> None:
     rows = [measured("unmerge_only", 10.0), measured("predictive", 9.5), measured("credit", 11.0)]
-    simulated = [simulated_again("unmerge_only", 10.0), simulated_again("predictive", 9.0)]
-    (gain,) = gains_by_setting([*rows, *simulated, measured("punica", 40.0)])
-    assert gain["predictive, simulated"] == 0.9
-    assert (gain["adapter_share"], gain["most"]) == (0.08, 0.9)
-    assert (gain["predictive"], gain["credit"]) == (0.95, 1.1)
+    rows += [measured("unmerge_only", 30.0, seed=2), measured("credit", 33.0, seed=2)]
+    means = {row["policy"]: row for row in means_over_seeds(rows)}
+    assert means["predictive"]["over"] == pytest.approx(0.95)
+    assert means["credit"]["over"] == pytest.approx(1.1)
+    assert means["credit"]["token_latency_ms"] == 22.0
 
 
 def test_every_setting_is_measured_before_another_seed() -> None:
-    grid = PolicyGrid(json.loads((GRIDS / "policies.json").read_text()))
-    cells = [cell for cell in grid.cells() if cell.kind == "measured"]
-    first = cells[:18]
-    assert {cell.seed for cell in first} == {1}
-    assert len({(c.workload.application, c.load, c.workload.skew) for c in first}) == 18
-    assert len({cell.policies[0] for cell in first}) >= 4, "another policy comes first in each cell"
-    assert {c.load for c in cells if "slora" in c.policies} == {0.8}
+    jobs = jobs_of(json.loads((GRIDS / "policies.json").read_text()))
+    measured = [job for job in jobs if job["kind"] == "measured"]
+    seeds = [job["seed"] for job in measured]
+    assert seeds == sorted(seeds)
+    first = {}
+    for job in measured:
+        first.setdefault((job["seed"], job["application"], job["load"], job["skew"]), job["policy"])
+    assert len([key for key in first if key[0] == 1]) == 18
+    assert len(set(first.values())) >= 4, "another policy comes first in each trace"
+    assert {job["load"] for job in measured if job["policy"] == "slora"} == {0.8}
 
 
 def test_a_run_that_is_interrupted_keeps_its_rows(

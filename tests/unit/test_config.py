@@ -1,4 +1,4 @@
-"""Tests of the strict parsing of `model.json`, and of the keys of vLLM that it may contain."""
+"""Tests of strict JSON, of `model.json`, and of the keys of vLLM that it may contain."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from vlora.config import (
     ACCEPTED,
@@ -23,6 +25,7 @@ from vlora.config import (
     read_settings,
 )
 from vlora.errors import InvalidArgument
+from vlora.strict_json import MAX_DEPTH, load_object
 
 
 def parse(**keys: Any) -> Options:
@@ -72,25 +75,6 @@ def test_folders_of_an_options_file_start_at_its_folder(tmp_path: Path) -> None:
     assert load_replacing(file) == {"tokenizer": model, "block_size": 8}
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"max_num_seq": 8}, "unknown key 'max_num_seq'; did you mean 'max_num_seqs'"),
-        ({"max_num_seqs": "many"}, "'max_num_seqs' must be a positive whole number"),
-        ({"model": 5}, "'model' must be a folder's path"),
-        ({"policy": "credits"}, "'policy' = 'credits' is unknown"),
-        ({"limits": {"max_image": 3}}, "limits: unknown key 'max_image'"),
-    ],
-)
-def test_errors_of_an_options_file_name_this_file(
-    keys: dict[str, object], message: str, tmp_path: Path
-) -> None:
-    file = tmp_path / "options.json"
-    file.write_text(json.dumps(keys))
-    with pytest.raises(InvalidArgument, match=rf"options\.json: {re.escape(message)}"):
-        load_replacing(file)
-
-
 def test_a_setting_is_json_or_text_and_names_its_key_if_it_is_wrong(tmp_path: Path) -> None:
     given = ["max_num_seqs=8", "policy=credit", 'limits={"max_images": 2}', "max_model_len=null"]
     limits = {"max_images": 2}
@@ -107,18 +91,21 @@ def test_a_setting_is_json_or_text_and_names_its_key_if_it_is_wrong(tmp_path: Pa
             read_settings([wrong])
 
 
-def test_errors_of_combined_files_name_both(tmp_path: Path) -> None:
+def test_errors_of_a_file_of_options_name_it_and_those_of_combined_files_both(
+    tmp_path: Path,
+) -> None:
     file, replacing_from = tmp_path / "model.json", tmp_path / "options.json"
     file.write_text(json.dumps({"model": "m", "quantization": "int8"}))
     with pytest.raises(InvalidArgument, match=r"model\.json with .*options\.json: 'merging'"):
         load_options(file, {}, {"merging": "in_place"}, replacing_from)
+    replacing_from.write_text(json.dumps({"policy": "credits"}))
+    with pytest.raises(InvalidArgument, match=r"options\.json: 'policy' = 'credits' is unknown"):
+        load_replacing(replacing_from)
 
 
 def test_an_unknown_key_is_rejected_with_the_nearest_known_one() -> None:
     with pytest.raises(InvalidArgument, match=r"model.json: unknown key 'max_num_seq'.*'max_num_s"):
         parse(max_num_seq=3)
-    with pytest.raises(InvalidArgument, match=r"limits: unknown key 'max_image'; .*'max_images'"):
-        parse(limits={"max_image": 3})
     with pytest.raises(
         InvalidArgument, match=r"unknown key 'zzz'; known keys: .*, kv_cache_tokens, "
     ):
@@ -155,20 +142,6 @@ def test_a_vllm_key_without_effect_is_accepted_with_a_note(key: str) -> None:
         parse(notes=["x"])
 
 
-def test_a_file_of_the_vllm_backends_tutorials_is_accepted() -> None:
-    options = parse(
-        disable_log_requests="true",
-        gpu_memory_utilization=0.8,
-        tensor_parallel_size=1,
-        block_size=16,
-        enforce_eager="true",
-        enable_lora="true",
-        max_lora_rank=16,
-        max_loras=4,
-    )
-    assert len(options.notes) == 3
-
-
 def test_vllms_key_tokenizer_must_equal_model() -> None:
     assert parse(tokenizer="m") == parse()
     with pytest.raises(InvalidArgument, match="'tokenizer' must equal 'model'"):
@@ -188,8 +161,6 @@ def test_vllms_key_tokenizer_must_equal_model() -> None:
         ("limits", [1]),
         ("model", ""),
         ("dtype", "float8"),
-        ("quantization", "awq"),
-        ("quantization", 8),
         ("quantization_group_size", 48),
         ("engine_threads", 0),
         ("encoder_threads", "all"),
@@ -204,33 +175,27 @@ def test_an_invalid_value_is_rejected(key: str, value: Any) -> None:
         parse(**{key: value})
 
 
-def test_limits_are_read_and_checked() -> None:
-    limits = parse(limits={"max_images": 3, "max_image_megapixels": 1}).limits
-    assert limits == Limits(max_images=3, max_image_megapixels=1.0)
-    with pytest.raises(InvalidArgument, match="'max_images' must be a positive whole number"):
-        parse(limits={"max_images": 0})
-
-
-def test_a_missing_model_is_rejected() -> None:
-    with pytest.raises(InvalidArgument, match="'model' is missing"):
-        parse_options({}, where="model.json", folder=Path("/"))
-
-
-@pytest.mark.parametrize("content", ["{", "[]", "7"])
-def test_a_file_without_a_json_object_is_rejected(tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize("content", ["{", "[]", "7", "{}"])
+def test_a_file_without_a_json_object_or_a_model_is_rejected(tmp_path: Path, content: str) -> None:
     (tmp_path / "model.json").write_text(content)
     with pytest.raises(InvalidArgument, match=r"model\.json"):
         load_options(tmp_path / "model.json", {})
 
 
-def test_dtype_and_threads_are_read() -> None:
-    assert (Options().dtype, Options().engine_threads) == ("float32", "auto")
-    options = parse(dtype="bfloat16", engine_threads=3, encoder_threads="auto")
-    assert (options.dtype, options.engine_threads, options.encoder_threads) == (
-        *("bfloat16", 3),
-        "auto",
-    )
-    assert parse(dtype="auto").dtype == "auto"
+def test_limits_are_read_and_checked() -> None:
+    limits = parse(limits={"max_images": 3, "max_image_megapixels": 1}).limits
+    assert limits == Limits(max_images=3, max_image_megapixels=1.0)
+    for wrong, message in (
+        ({"max_images": 0}, "'max_images' must be a positive whole number"),
+        ({"max_image": 3}, r"limits: unknown key 'max_image'; .*'max_images'"),
+    ):
+        with pytest.raises(InvalidArgument, match=message):
+            parse(limits=wrong)
+
+
+def test_values_of_several_types_are_read() -> None:
+    keys = {"dtype": "bfloat16", "engine_threads": 3, "encoder_threads": "auto", "block_size": 8}
+    assert {key: getattr(parse(**keys), key) for key in keys} == keys
 
 
 def test_engine_and_encoder_share_a_gpus_memory() -> None:
@@ -241,26 +206,17 @@ def test_engine_and_encoder_share_a_gpus_memory() -> None:
 
 
 def test_quantization_is_read_and_rules_out_merging_in_place() -> None:
-    assert Options().quantization is None
+    for value in (8, "INT8", "none", ["int8"]):
+        unknown = f'\'quantization\' = {json.dumps(value)} is unknown; it must be "int8" or "int4"'
+        with pytest.raises(InvalidArgument, match=re.escape(unknown)):
+            parse(quantization=value)
+    for quantization in (None, "int8"):
+        with pytest.raises(InvalidArgument, match="'quantization_group_size' = 64 has an effect"):
+            parse(quantization=quantization, quantization_group_size=64)
     options = parse(quantization="int4", quantization_group_size=64, merging="off")
     assert (options.quantization, options.quantization_group_size) == ("int4", 64)
     with pytest.raises(InvalidArgument, match="'merging' = 'in_place' changes the base weights"):
         parse(quantization="int8", merging="in_place")
-
-
-@pytest.mark.parametrize("value", [8, "INT8", "none", "awq", ["int8"]])
-def test_an_unknown_quantization_is_answered_with_the_valid_ones(value: Any) -> None:
-    valid = 'it must be "int8" or "int4"; remove the key to serve the weights as they are stored'
-    with pytest.raises(InvalidArgument, match=valid) as refused:
-        parse(quantization=value)
-    assert f"'quantization' = {json.dumps(value)} is unknown" in str(refused.value)
-
-
-@pytest.mark.parametrize("quantization", [None, "int8"])
-def test_a_group_size_without_groups_is_rejected(quantization: str | None) -> None:
-    with pytest.raises(InvalidArgument, match="'quantization_group_size' = 64 has an effect only"):
-        parse(quantization=quantization, quantization_group_size=64)
-    assert parse(quantization=quantization, quantization_group_size=32).quantization is quantization
 
 
 def test_multi_lora_json_maps_names_to_folders(tmp_path: Path) -> None:
@@ -294,3 +250,55 @@ def test_the_page_on_operations_has_each_key_with_its_default() -> None:
     table = page.partition("## Keys of model.json")[2].partition("\n## ")[0]
     rows = dict(re.findall(r"^\| `([\w.]+)` \| (.*?) \|", table, re.MULTILINE))
     assert rows == {key: table_value(key, value) for key, value in (defaults | limits).items()}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"a": 1', "is not valid JSON: .* at character 7"),
+        ("", "is not valid JSON"),
+        ("[1, 2]", "must be a JSON object, not list"),
+        ('"x"', "must be a JSON object, not str"),
+        ("null", "must be a JSON object"),
+        ('{"top_k": 1, "top_k": 2}', "has the key 'top_k' twice"),
+        ('{"a": NaN}', "has NaN, which is not valid JSON"),
+        ('{"a": [-Infinity]}', "has -Infinity"),
+        ('{"a": 1e999}', "has the number 1e999"),
+        ('{"a": ' + "7" * 5000 + "}", "a number with 5000 digits; the limit is 400"),
+        (r'{"lora_name": "\ud800"}', r"a lone surrogate, '\\ud800'"),
+        (r'{"\udfff": 1}', "a lone surrogate"),
+        (r'{"choices": ["a", "b\ude00\ud83d"]}', "a lone surrogate"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"a": ' * 13_000, "nested too deeply"),
+        ('{"a": ' + "[" * MAX_DEPTH + "]" * MAX_DEPTH + "}", "nested too deeply"),
+    ],
+)
+def test_json_that_cannot_be_printed_or_sent_is_rejected(text: str, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"^'input' .*{message}") as caught:
+        load_object(text, "'input'")
+    caught.value.message.encode()
+
+
+def test_a_surrogate_pair_is_one_character() -> None:
+    assert load_object(r'{"a": "\ud83d\ude00"}', "'input'") == {"a": "\U0001f600"}
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**300), 10**300) | st.text() | st.floats(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.dictionaries(st.text(), VALUES, max_size=4))
+def test_an_object_is_parsed_as_written_or_rejected_with_an_error_that_can_be_sent(
+    value: dict,
+) -> None:
+    try:
+        parsed = load_object(json.dumps(value), "'input'")
+    except InvalidArgument as error:
+        error.message.encode()
+    else:
+        assert parsed == value
+        json.dumps(parsed, allow_nan=False, ensure_ascii=False).encode()

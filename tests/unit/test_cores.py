@@ -54,50 +54,46 @@ def test_explicit_numbers_are_not_changed() -> None:
     assert split_cores(4, encoder=6, by_quota=True) == Split(1, 6)
 
 
-def quota_of(tmp_path: Path, lines: str, files: dict[str, str]) -> float | None:
-    (tmp_path / "self").write_text(lines)
+V1 = {"a/cpu.cfs_quota_us": "250000", "a/cpu.cfs_period_us": "100000"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "files", "quota"),
+    [
+        ("0::/pod/a\n", {"pod/a/cpu.max": "150000 100000\n"}, 1.5),
+        (  # The tightest quota of all parent groups is used.
+            "0::/pod/a\n",
+            {
+                "pod/a/cpu.max": "max 100000",
+                "pod/cpu.max": "50000 100000",
+                "cpu.max": "400000 1000",
+            },
+            0.5,
+        ),
+        # Inside a container, the root is its own group.
+        ("0::/docker/of-the-host\n", {"cpu.max": "200000 100000\n"}, 2.0),
+        # Version 1 of control groups.
+        ("4:cpu:/a\n", {f"cpu/{name}": text for name, text in V1.items()}, 2.5),
+        (
+            "4:cpu,cpuacct:/a\n3:memory:/a\n0::/\n",
+            {f"cpu,cpuacct/{name}": text for name, text in V1.items()},
+            2.5,
+        ),
+        # No quota.
+        ("0::/a\n", {"a/cpu.max": "max 100000"}, None),
+        ("4:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ("0::/a\n", {"a/cpu.max": "nonsense"}, None),
+        ("", {}, None),
+        (None, {}, None),
+    ],
+)
+def test_the_quota_of_the_process_is_read_from_its_control_groups(
+    tmp_path: Path, lines: str | None, files: dict[str, str], quota: float | None
+) -> None:
+    if lines is not None:
+        (tmp_path / "self").write_text(lines)
     for name, text in files.items():
         file = tmp_path / "cgroup" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    return cpu_quota(tmp_path / "self", tmp_path / "cgroup")
-
-
-def test_a_quota_of_cgroup_version_2_is_read(tmp_path: Path) -> None:
-    assert quota_of(tmp_path, "0::/pod/a\n", {"pod/a/cpu.max": "150000 100000\n"}) == 1.5
-
-
-def test_the_tightest_quota_of_all_parent_groups_is_used(tmp_path: Path) -> None:
-    files = {"pod/a/cpu.max": "max 100000", "pod/cpu.max": "50000 100000", "cpu.max": "400000 1000"}
-    assert quota_of(tmp_path, "0::/pod/a\n", files) == 0.5
-
-
-def test_inside_a_container_the_root_is_its_own_group(tmp_path: Path) -> None:
-    lines = "0::/docker/of-the-host\n"
-    assert quota_of(tmp_path, lines, {"cpu.max": "200000 100000\n"}) == 2.0
-
-
-@pytest.mark.parametrize("mount", ["cpu", "cpu,cpuacct"])
-def test_a_quota_of_cgroup_version_1_is_read(tmp_path: Path, mount: str) -> None:
-    files = {f"{mount}/a/cpu.cfs_quota_us": "250000", f"{mount}/a/cpu.cfs_period_us": "100000"}
-    lines = "4:cpu,cpuacct:/a\n3:memory:/a\n0::/\n" if "," in mount else "4:cpu:/a\n0::/\n"
-    assert quota_of(tmp_path, lines, files) == 2.5
-
-
-@pytest.mark.parametrize(
-    ("lines", "files"),
-    [
-        ("0::/a\n", {"a/cpu.max": "max 100000"}),
-        ("4:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}),
-        ("0::/a\n", {"a/cpu.max": "nonsense"}),
-        ("", {}),
-    ],
-)
-def test_a_group_without_a_quota_has_no_limit(
-    tmp_path: Path, lines: str, files: dict[str, str]
-) -> None:
-    assert quota_of(tmp_path, lines, files) is None
-
-
-def test_a_kernel_without_control_groups_has_no_quota(tmp_path: Path) -> None:
-    assert cpu_quota(tmp_path / "none", tmp_path) is None
+    assert cpu_quota(tmp_path / "self", tmp_path / "cgroup") == quota

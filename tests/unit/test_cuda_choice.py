@@ -30,7 +30,10 @@ def test_a_choice_is_read_back_from_its_name() -> None:
             if choice.shrink
             else KernelChoice(None, None, 1, 8, choice.row_block, choice.row_slices)
         )
-    for wrong in ("", "rows", "rows b1", "tiles b1 s1", "a b s1; up to rows b1 s1"):
+    for wrong in (
+        *("", "rows", "rows b1", "tiles b1 s1", "columns b1 s1"),
+        *("a b s1; up to rows b1 s1", "a b; up to 4 rows b1 s1"),
+    ):
         with pytest.raises(ValueError, match="not a configuration"):
             KernelChoice.parse(wrong)
 

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support.atmm_problems import emulation
+from tests.support.atmm_problems import emulation, expected
+from tests.support.drawing import drawn
 from vlora.atmm.cuda import library as c
 from vlora.atmm.cuda.choice import KernelChoice
 from vlora.atmm.cuda.library import CudaError, Library
-from vlora.atmm.cuda.operator import DTYPES, DeviceFault, Operator, current
+from vlora.atmm.cuda.operator import DTYPES, DeviceFault, Operator
 from vlora.atmm.cuda.segments import DeviceSegments, SegmentBounds, bounds_of
 from vlora.atmm.cuda.tables import MIN_SLOTS, DeviceGroup
 from vlora.atmm.types import LoraPair, MergeUpdate, Segment
@@ -28,17 +29,6 @@ TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-5}
 """Maximum error relative to the largest true value: the intermediate and y are rounded to the
 storage type."""
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
-
-
-@pytest.fixture(scope="module", params=["emulated", "cuda"])
-def operator(request: pytest.FixtureRequest) -> Iterator[Operator]:
-    if request.param == "emulated":
-        yield Operator(emulation(), torch.device("cpu"))
-        return
-    try:
-        yield current()
-    except ImportError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture(autouse=True)
@@ -59,19 +49,29 @@ class Case:
         d_in: int = 136,
         d_outs: Sequence[int] = (72, 264),
     ) -> None:
-        self.operator, self.dtype, self.d_outs = operator, dtype, d_outs
+        self.operator, self.dtype, self.d_in, self.d_outs = operator, dtype, d_in, d_outs
         self.group = DeviceGroup(d_in, d_outs, dtype, operator.device)
-        self.pairs: list[list[LoraPair | None]] = []
+        self.slots: list[list[LoraPair | None]] = []
         for rank in self.ranks:
-            pairs = [
-                None if rank is None else LoraPair(self.draw(rank, d_in), self.draw(d_out, rank))
-                for d_out in d_outs
-            ]
-            self.pairs.append(pairs)
-            self.group.append(pairs)
-        self.group.ready()
+            self.append(rank)
         self.x = self.draw(rows, d_in) * d_in**0.5
         self.before = self.draw(rows, sum(d_outs))
+
+    def append(self, rank: int | None) -> None:
+        """Add a slot with a pair of this rank for each projection; None for no pairs."""
+        pairs = self.drawn_pairs(rank)
+        self.slots.append(pairs)
+        self.group.append(pairs)
+        self.group.ready()
+
+    def drawn_pairs(self, rank: int | None) -> list[LoraPair | None]:
+        if rank is None:
+            return [None] * len(self.d_outs)
+        return [LoraPair(self.draw(rank, self.d_in), self.draw(d, rank)) for d in self.d_outs]
+
+    @property
+    def pairs(self) -> list[tuple[LoraPair | None, ...]]:
+        return list(zip(*self.slots, strict=True))
 
     def draw(self, *shape: int) -> torch.Tensor:
         values = torch.randn(*shape) / shape[-1] ** 0.5
@@ -90,15 +90,7 @@ class Case:
         return y
 
     def check(self, y: torch.Tensor, segments: Sequence[Segment]) -> None:
-        desired, column = self.before.double(), 0
-        for output, d_out in enumerate(self.d_outs):
-            for s in segments:
-                pair, rows = self.pairs[s.slot][output], slice(s.start, s.start + s.length)
-                if pair is not None:
-                    low = self.x[rows].double() @ pair.a.double().T
-                    part = desired[rows, column : column + d_out]
-                    part += s.sign * low @ pair.b.double().T
-            column += d_out
+        desired = expected(self.before, self.x, segments, self)
         error = (y.double() - desired).abs().max() / desired.abs().max()
         assert error < TOLERANCE[self.dtype]
 
@@ -127,19 +119,35 @@ def by_tiles(library: Library, dtype: torch.dtype, rows_up_to: int = 0) -> list[
     ]
 
 
+by_rows_or_tiles = pytest.mark.parametrize("by", ["rows", "tiles"])
+
+
+def choice_of(by: str, library: Library, dtype: torch.dtype) -> KernelChoice:
+    """Return row kernels or the first tiles."""
+    return KernelChoice() if by == "rows" else by_tiles(library, dtype)[0]
+
+
 @pytest.mark.parametrize("dtype", SIXTEEN_BITS)
-@pytest.mark.parametrize("lengths", [(1,) * 9, (1, 0, 17, 130, 3), (200,)])
+@pytest.mark.parametrize(
+    ("lengths", "rows_up_to"),
+    [
+        ((1,) * 9, 0),
+        ((1, 0, 17, 130, 3), 0),
+        ((200,), 0),
+        ((1, 40, 1, 1, 8, 9, 70, 3), 8),  # Short and long segments use their own kernels.
+    ],
+)
 def test_every_tile_equals_float64(
-    operator: Operator, dtype: torch.dtype, lengths: tuple[int, ...]
+    operator: Operator, dtype: torch.dtype, lengths: tuple[int, ...], rows_up_to: int
 ) -> None:
     case, segments = Case(operator, dtype, sum(lengths)), in_turn(lengths)
-    for choice in by_tiles(operator.library, dtype):
+    if rows_up_to:
+        segments += [Segment(0, sum(lengths), 1, -1), Segment(5, 20, 3)]
+    for choice in by_tiles(operator.library, dtype, rows_up_to):
         case.check(case.run(segments, choice), segments)
 
 
-@pytest.mark.parametrize("dtype", [*SIXTEEN_BITS, torch.float32])
-@pytest.mark.parametrize("row_block", c.ROW_BLOCKS)
-@pytest.mark.parametrize("slices", [1, 3, 32])
+@drawn(dtype=[*SIXTEEN_BITS, torch.float32], row_block=c.ROW_BLOCKS, slices=[1, 3, 32])
 def test_the_row_kernels_equal_float64_for_any_number_of_slices(
     operator: Operator, dtype: torch.dtype, row_block: int, slices: int
 ) -> None:
@@ -148,26 +156,14 @@ def test_the_row_kernels_equal_float64_for_any_number_of_slices(
     case.check(case.run(segments, choice), segments)
 
 
-@pytest.mark.parametrize("dtype", SIXTEEN_BITS)
-def test_short_and_long_segments_of_one_call_use_their_own_kernels(
-    operator: Operator, dtype: torch.dtype
-) -> None:
-    lengths = (1, 40, 1, 1, 8, 9, 70, 3)
-    segments = in_turn(lengths)
-    segments += [Segment(0, sum(lengths), 1, -1), Segment(5, 20, 3)]
-    case = Case(operator, dtype, sum(lengths))
-    for choice in by_tiles(operator.library, dtype, rows_up_to=8):
-        case.check(case.run(segments, choice), segments)
-
-
-@pytest.mark.parametrize("by", ["rows", "tiles"])
+@by_rows_or_tiles
 def test_own_and_live_segments_of_the_same_rows_are_added_in_order(
     operator: Operator, by: str
 ) -> None:
     segments = [Segment(0, 33, slot, sign) for slot, sign in ((0, 1), (1, -1), (3, 1))] * 4
     segments += [Segment(20, 13, 2), Segment(33, 4, 5)]
     case = Case(operator, torch.bfloat16, 40)
-    choice = KernelChoice() if by == "rows" else by_tiles(operator.library, torch.bfloat16)[0]
+    choice = choice_of(by, operator.library, torch.bfloat16)
     y = case.run(segments, choice)
     case.check(y, segments)
     assert len(operator.segments(segments).ends) > c.MAX_WAVES  # More than one call is needed.
@@ -222,16 +218,12 @@ def test_tables_stay_where_they_are_until_they_are_full(
     case = Case(operator, torch.bfloat16, 12)
     layout = case.group.layout
     for slot in (6, 0, 7):
-        pairs: list[LoraPair | None] = [
-            LoraPair(case.draw(16, 136), case.draw(d_out, 16)) for d_out in case.d_outs
-        ]
-        case.pairs[slot : slot + 1] = [pairs]
+        pairs = case.drawn_pairs(16)
+        case.slots[slot : slot + 1] = [pairs]
         case.group.put(slot, pairs)
         case.group.ready()
         assert case.group.layout == layout
-    case.pairs.append(pairs)
-    case.group.append(pairs)
-    case.group.ready()
+    case.append(200)
     assert case.group.layout != layout
     segments = [*in_turn((1, 2, 3)), Segment(6, 2, 0), Segment(8, 2, 7), Segment(10, 2, 8)]
     case.check(case.run(segments), segments)
@@ -258,14 +250,14 @@ SOUND = [Segment(0, 3, 0), Segment(20, 12, 1)]
         ((2, 5, 1, 1), "starts at row 2: it overlaps"),
     ],
 )
-@pytest.mark.parametrize("by", ["rows", "tiles"])
+@by_rows_or_tiles
 def test_an_invalid_segment_alone_is_skipped_and_reported_at_the_next_check(
     operator: Operator, by: str, bad: tuple[int, int, int, int], says: str
 ) -> None:
     case = Case(operator, torch.bfloat16, 40)
     rows = [(s.start, s.length, s.slot, s.sign) for s in SOUND]
     tensor = torch.tensor([rows[0], bad, rows[1]], dtype=torch.int32, device=operator.device)
-    choice = KernelChoice() if by == "rows" else by_tiles(operator.library, torch.bfloat16)[0]
+    choice = choice_of(by, operator.library, torch.bfloat16)
     case.check(case.run(DeviceSegments(tensor, (3,), 3, 20), choice), SOUND)
     with pytest.raises(DeviceFault, match=f"segment 1 .*{says}.* skipped"):
         operator.check()
@@ -283,7 +275,7 @@ def test_an_invalid_segment_alone_is_skipped_and_reported_at_the_next_check(
         (lambda a, b, rank: (a, b + 2, 56), "16 bytes", True),
     ],
 )
-@pytest.mark.parametrize("by", ["rows", "tiles"])
+@by_rows_or_tiles
 def test_an_invalid_adapter_alone_is_skipped(
     operator: Operator, by: str, damage, says: str, tiles_only: bool
 ) -> None:
@@ -292,8 +284,8 @@ def test_an_invalid_adapter_alone_is_skipped(
     case = Case(operator, torch.float16, 40)
     table = case.group.tables[1]
     table[1] = torch.tensor(damage(*table[1].tolist()), dtype=torch.int64)
-    case.pairs[1][1] = None
-    choice = KernelChoice() if by == "rows" else by_tiles(operator.library, torch.float16)[0]
+    case.slots[1][1] = None
+    choice = choice_of(by, operator.library, torch.float16)
     case.check(case.run(SOUND, choice), SOUND)
     with pytest.raises(DeviceFault, match=f"segment 1 in projection 1 .*{says}"):
         operator.check()
@@ -344,18 +336,6 @@ def test_a_merge_of_half_precision_weights_rounds_once(operator: Operator) -> No
     operator.merge(out, base, [MergeUpdate(0, pair)], -1)
     desired = base.double() - (pair.b.double() @ pair.a.double()).flatten()
     torch.testing.assert_close(out.double(), desired, rtol=2**-11 * 1.01, atol=1e-5)
-
-
-def test_slots_added_later_are_served(operator: Operator) -> None:
-    case = Case(operator, torch.bfloat16, 12)
-    pairs: list[LoraPair | None] = [
-        LoraPair(case.draw(200, 136), case.draw(d_out, 200)) for d_out in case.d_outs
-    ]
-    case.pairs.append(pairs)
-    case.group.append(pairs)
-    case.group.ready()
-    segments = [Segment(0, 12, len(case.pairs) - 1)]
-    case.check(case.run(segments), segments)
 
 
 def test_a_replayed_graph_serves_other_segments(operator: Operator) -> None:

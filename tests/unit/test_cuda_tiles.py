@@ -7,49 +7,46 @@ from pathlib import Path
 
 import pytest
 
-from tools.tile_search import cuda_build
-from tools.tile_search.cuda_build import BuildError
-from tools.tile_search.cuda_tiles import KINDS, SHARED_BYTES, SIDES, CudaTile, tiles, why_not
+from csrc.atmm.cuda import build as cuda_build
+from csrc.atmm.cuda.build import BuildError
+from csrc.atmm.cuda.tiles import KINDS, SHARED_BYTES, SIDES, CudaTile, tiles, why_not
 from vlora.atmm.cuda.library import Library, LoadedTile
 
 REGISTERS = 65536
 """Registers of a multiprocessor, for both sm_80 and sm_90; one thread may have 255."""
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
 """Maximum shared memory of one block in bytes."""
-PUNICA = CudaTile((16, 64, 64), (16, 16, 64), 3)
+TOO_MANY_REGISTERS = "too many registers for this depth"
+Sides = tuple[int, int, int]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_tile_is_made_of_powers_of_two_from_16(kind: str) -> None:
+def test_every_tile_is_made_of_powers_of_two_from_16_and_fits_sm_80(kind: str) -> None:
     assert tiles(kind)
     for tile in tiles(kind):
         assert set(tile.block + tile.warp) <= set(SIDES)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_tile_fits_the_shared_memory_and_registers_of_sm_80(kind: str) -> None:
-    for tile in tiles(kind):
         assert tile.shared_bytes <= SHARED_BYTES
         assert tile.accumulators <= 128
         assert tile.threads <= 256
 
 
-def test_tiles_without_a_valid_epilogue_are_pruned() -> None:
-    assert why_not(PUNICA, "expand") == "no valid epilogue"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_tiles_of_depth_64_keep_registers_for_their_addresses(kind: str) -> None:
-    stages = 3
-    whole, half = (CudaTile((64, 128, 64), (rows, 64, 64), stages) for rows in (64, 32))
-    assert why_not(whole, kind) == "too many registers for this depth"
-    assert why_not(half, kind) is None
-    assert why_not(CudaTile((64, 128, 32), (64, 64, 32), stages), kind) is None
-
-
-def test_both_configurations_of_the_paper_are_legal() -> None:
-    assert why_not(CudaTile((64, 32, 32), (32, 32, 32), 3), "expand") is None
-    assert why_not(CudaTile((64, 64, 64), (32, 64, 64), 2), "expand") is None
+@pytest.mark.parametrize(
+    ("block", "warp", "stages", "kind", "reason"),
+    [
+        ((16, 64, 64), (16, 16, 64), 3, "expand", "no valid epilogue"),  # Punica's
+        # Tiles of depth 64 keep registers for their addresses.
+        *(((64, 128, 64), (64, 64, 64), 3, kind, TOO_MANY_REGISTERS) for kind in KINDS),
+        *(((64, 128, 64), (32, 64, 64), 3, kind, None) for kind in KINDS),
+        *(((64, 128, 32), (64, 64, 32), 3, kind, None) for kind in KINDS),
+        # Both configurations of the paper.
+        ((64, 32, 32), (32, 32, 32), 3, "expand", None),
+        ((64, 64, 64), (32, 64, 64), 2, "expand", None),
+    ],
+)
+def test_tiles_are_pruned_for_a_reason(
+    block: Sides, warp: Sides, stages: int, kind: str, reason: str | None
+) -> None:
+    assert why_not(CudaTile(block, warp, stages), kind) == reason
 
 
 def test_a_build_of_few_instances_serves_both_kinds_and_both_types() -> None:
@@ -59,10 +56,6 @@ def test_a_build_of_few_instances_serves_both_kinds_and_both_types() -> None:
         (kind, dtype) for kind in KINDS for dtype in ("fp16", "bf16")
     }
     assert len({tile.name for tile in cuda_build.instances()}) == len(cuda_build.instances())
-
-
-def test_the_registry_lists_the_instances_in_order() -> None:
-    instances = cuda_build.instances(3)
     text = cuda_build.registry(instances)
     listed = text[text.index("kTable[] =") :]
     positions = [listed.index(tile.name) for tile in instances]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.fake_device import FakeDevice, fake_gpu
 from vlora.config import Options, load_options
+from vlora.device import host_memory
 from vlora.device.cuda import CudaDevice
 from vlora.device.device import ALIGNMENT, HOST, upload
 from vlora.engine.capacity import merge_factor_bytes
@@ -34,16 +36,18 @@ def _options(folder: Path, **keys: object) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["cpu", "auto", "cuda", "cuda:0", "cuda:17"])
-def test_valid_devices_are_read(tmp_path: Path, name: str) -> None:
-    assert load_options(_options(tmp_path, device=name), {}).device == name
+@pytest.fixture
+def options(checkpoint: Path, adapters_dir: Path) -> Options:
+    return Options(model=checkpoint, adapters=adapters_dir, kv_cache_tokens=1024)
+
+
+def test_valid_devices_are_read_and_others_refused(tmp_path: Path) -> None:
     assert load_options(_options(tmp_path), {}).device == "cpu"
-
-
-@pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:-1", "cuda:x", "CPU", ""])
-def test_other_devices_are_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(InvalidArgument, match="it must be cpu, cuda, cuda:N"):
-        load_options(_options(tmp_path, device=name), {})
+    for name in ("cpu", "auto", "cuda", "cuda:0", "cuda:17"):
+        assert load_options(_options(tmp_path, device=name), {}).device == name
+    for name in ("gpu", "cuda:", "cuda:-1", "cuda:x", "CPU", ""):
+        with pytest.raises(InvalidArgument, match="it must be cpu, cuda, cuda:N"):
+            load_options(_options(tmp_path, device=name), {})
 
 
 def test_a_gpu_serves_no_quantized_weights_yet(
@@ -97,12 +101,9 @@ def test_the_encoder_computes_on_its_device_on_any_thread(checkpoint: Path) -> N
     assert len(gpu.threads) == 2
 
 
-def test_memory_for_the_factors_of_two_merges_is_kept(checkpoint: Path, adapters_dir: Path) -> None:
-    options = Options(
-        model=checkpoint, adapters=adapters_dir, kv_cache_tokens=1024, policy="credit"
-    )
+def test_memory_for_the_factors_of_two_merges_is_kept(options: Options) -> None:
     with fake_gpu() as gpu:
-        engine = Engine(options)
+        engine = Engine(replace(options, policy="credit"))
         factors = merge_factor_bytes(engine.adapters)
         largest = sorted(
             sum(
@@ -113,7 +114,7 @@ def test_memory_for_the_factors_of_two_merges_is_kept(checkpoint: Path, adapters
         )[-2:]
         assert sum(largest) <= factors < sum(largest) + 10_000
         gpu.memory = left = 1 << 30
-        engine = Engine(options)
+        engine = Engine(replace(options, policy="credit"))
         assert engine.switcher.memory == left - factors
         # Preparing a merge copies A and B, so only those of the last merge and of this one stay.
         for slot in sorted(engine.adapters.resident)[:3]:
@@ -133,10 +134,7 @@ def test_float16_needs_a_gpu(checkpoint: Path) -> None:
     assert {tensor.dtype for tensor in encoder._model.state_dict().values()} == {torch.float32}
 
 
-def test_an_engine_that_does_not_fit_its_gpu_says_what_needs_how_much(
-    checkpoint: Path, adapters_dir: Path
-) -> None:
-    options = Options(model=checkpoint, adapters=adapters_dir, kv_cache_tokens=1024)
+def test_an_engine_that_does_not_fit_its_gpu_says_what_needs_how_much(options: Options) -> None:
     mib = 1 << 20
     with fake_gpu() as gpu:
         gpu.memory = 10 * mib
@@ -165,14 +163,9 @@ def test_an_encoder_that_does_not_fit_its_gpu_says_so(checkpoint: Path) -> None:
 
 
 def test_without_memory_for_merged_weights_no_adapter_is_merged(
-    checkpoint: Path,
-    adapters_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    options: Options, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = Options(
-        model=checkpoint, adapters=adapters_dir, kv_cache_tokens=1024, policy="predictive"
-    )
+    options = replace(options, policy="predictive")
     with fake_gpu():
         engine = Engine(options)
         # A GPU commits memory at once, so a whole slab is needed, and it is allocated at the start.
@@ -222,3 +215,17 @@ def test_pages_of_a_gpu_are_rows() -> None:
     values[1, 1, 4, 23] = torch.inf
     assert cache.is_finite([0, 2])
     assert not cache.is_finite([1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_zeros_start_on_a_huge_page_and_keep_their_memory_alive(dtype: torch.dtype) -> None:
+    zeros = host_memory.hugepage_zeros(3, 5, 7, dtype=dtype)
+    assert zeros.shape == (3, 5, 7)
+    assert zeros.dtype == dtype
+    assert zeros.is_contiguous()
+    assert zeros.data_ptr() % host_memory.PAGE == 0
+    assert not zeros.any()
+    last = zeros[-1]
+    del zeros
+    last.fill_(1)
+    assert last.sum() == 35

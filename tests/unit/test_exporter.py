@@ -1,4 +1,4 @@
-"""Tests of the engine's and the encoder's statistics as Prometheus metrics."""
+"""Tests of statistics, errors and waiting requests as Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 import pytest
 
 from tests.support.fakes import FakeRegistry
+from vlora.errors import BY_CODE, Internal, NotFound
 from vlora.metrics import EncoderCounters, EngineStats
 from vlora.request import Output, Timings
 from vlora.serving.metrics import (
@@ -16,6 +17,8 @@ from vlora.serving.metrics import (
     MAX_OBSERVED,
     EncoderExporter,
     EngineExporter,
+    ErrorCounts,
+    ErrorExporter,
 )
 
 
@@ -133,3 +136,18 @@ def test_metrics_recover_from_an_exception_and_store_a_bounded_number_of_observa
     exporter.flush()
     assert broken.value == 10
     assert not exporter._observed
+
+
+def test_each_code_is_exported_from_the_start() -> None:
+    registry = FakeRegistry()
+    counts = ErrorCounts()
+    exporter = ErrorExporter(registry, {"model": "lmm"}, counts)
+    series = {dict(labels)["code"]: metric for (_, labels), metric in registry.metrics.items()}
+    assert set(series) == set(BY_CODE)
+    for error in (NotFound("a"), NotFound("b"), Internal("c")):
+        counts.add(error)
+    exporter.flush()
+    exporter.flush()
+    assert series["NOT_FOUND"].value == 2
+    assert series["INTERNAL"].value == 1
+    assert series["CANCELLED"].value == 0

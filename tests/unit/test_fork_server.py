@@ -53,32 +53,32 @@ class Server(ForkServer):
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
+def forks() -> Iterator[Server]:
     created = Server(decode_worker.__name__)
     yield created
     created.close()
 
 
-def test_stopping_a_process_of_an_earlier_fork_server_ends_no_other(server: Server) -> None:
-    old = server.process()
-    server.kill()
-    new = server.process()
-    assert server.stop(old.pid) == -signal.SIGKILL
+def test_stopping_a_process_of_an_earlier_fork_server_ends_no_other(forks: Server) -> None:
+    old = forks.process()
+    forks.kill()
+    new = forks.process()
+    assert forks.stop(old.pid) == -signal.SIGKILL
     assert is_alive(new)
-    assert server.stop(new.pid) == -signal.SIGKILL
+    assert forks.stop(new.pid) == -signal.SIGKILL
     with subprocess.Popen(["sleep", "60"]) as stranger:
-        server.stop(stranger.pid)
+        forks.stop(stranger.pid)
         assert stranger.poll() is None
         stranger.kill()
 
 
 def test_a_fork_server_that_has_ended_is_replaced_once(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    forks: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two threads find that it has ended. The second one must not replace the new fork server."""
-    server.process()
-    server.kill()
-    ask, found = server._ask, threading.Barrier(2)
+    forks.process()
+    forks.kill()
+    ask, found = forks._ask, threading.Barrier(2)
 
     def ask_then_wait(*arguments: Any) -> int:
         try:
@@ -88,17 +88,17 @@ def test_a_fork_server_that_has_ended_is_replaced_once(
                 found.wait(0.5)
             raise
 
-    monkeypatch.setattr(server, "_ask", ask_then_wait)
+    monkeypatch.setattr(forks, "_ask", ask_then_wait)
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda _: server.process(), range(2))
+        first, second = pool.map(lambda _: forks.process(), range(2))
     assert is_alive(first)
     assert is_alive(second)
 
 
 def test_a_fork_server_that_cannot_be_started_at_first_is_started_later(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    forks: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server.kill()
+    forks.kill()
     pair, calls = socket.socketpair, []
 
     def no_second_pair(*arguments: Any) -> tuple[socket.socket, socket.socket]:
@@ -109,55 +109,55 @@ def test_a_fork_server_that_cannot_be_started_at_first_is_started_later(
 
     monkeypatch.setattr(socket, "socketpair", no_second_pair)
     with pytest.raises(ConnectionError, match="Too many open files"):
-        server.fork()
-    assert server.stop(1) is None
-    assert is_alive(server.process())
+        forks.fork()
+    assert forks.stop(1) is None
+    assert is_alive(forks.process())
 
 
 def test_a_fork_server_without_a_free_file_descriptor_keeps_its_processes(
-    server: Server,
+    forks: Server,
 ) -> None:
-    process = server.process()
-    helper = server.itself
+    process = forks.process()
+    helper = forks.itself
     before = helper.rlimit(resource.RLIMIT_NOFILE)
     used = {int(file.name) for file in Path(f"/proc/{helper.pid}/fd").iterdir()}
     free = next(number for number in itertools.count() if number not in used)
     helper.rlimit(resource.RLIMIT_NOFILE, (free, before[1]))
     with pytest.raises(ConnectionError, match="cannot start a process"):
-        server.fork()
+        forks.fork()
     assert is_alive(process)
     helper.rlimit(resource.RLIMIT_NOFILE, before)
-    assert is_alive(server.process())
+    assert is_alive(forks.process())
 
 
 def test_a_fork_that_fails_ends_no_other_process() -> None:
-    server = Server("tests.support.failing_fork")
+    forks = Server("tests.support.failing_fork")
     try:
         for _ in range(2):
             with pytest.raises(ConnectionError, match="cannot start a process"):
-                server.fork()
-        process = server.process()
+                forks.fork()
+        process = forks.process()
         assert is_alive(process)
-        assert process.ppid() == server.itself.pid
+        assert process.ppid() == forks.itself.pid
     finally:
-        server.close()
+        forks.close()
 
 
-def test_a_stopped_fork_server_is_replaced(server: Server) -> None:
-    server.process()
-    stopped = server.itself
+def test_a_stopped_fork_server_is_replaced(forks: Server) -> None:
+    forks.process()
+    stopped = forks.itself
     stopped.suspend()
-    server._control.settimeout(0.2)
-    assert is_alive(server.process())
+    forks._control.settimeout(0.2)
+    assert is_alive(forks.process())
     assert not is_alive(stopped)
 
 
-def test_closing_ends_a_command_that_waits_for_its_answer(server: Server) -> None:
-    server.process()
-    server.itself.suspend()
+def test_closing_ends_a_command_that_waits_for_its_answer(forks: Server) -> None:
+    forks.process()
+    forks.itself.suspend()
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(server.fork)
-        until(server._lock.locked)
-        server.close()
+        waiting = pool.submit(forks.fork)
+        until(forks._lock.locked)
+        forks.close()
         with pytest.raises(ConnectionError):
             waiting.result(30)

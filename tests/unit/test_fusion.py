@@ -81,6 +81,11 @@ class TableTrainer:
         return max((self.likes.get((item.name, other), 0.0) for other in others), default=0.0)
 
 
+def apart(*pairs: str) -> frozenset[frozenset[str]]:
+    """Return pairs of items, each given as two letters."""
+    return frozenset(map(frozenset, pairs))
+
+
 def spec_of(*names: str, tasks: Mapping[str, str] = {}, heads: Sequence[str] = ()) -> Spec:
     return Spec(
         base=Path("base"),
@@ -133,17 +138,14 @@ def test_the_example_of_figure_10() -> None:
 
 
 def test_the_paper_tries_only_the_newest_adapter() -> None:
-    trainer = TableTrainer(apart=frozenset({frozenset({"a", "b"}), frozenset({"b", "c"})}))
+    trainer = TableTrainer(apart=apart("ab", "bc"))
     assert packed(run(spec_of("a", "b", "c"), PAPER, trainer)) == [("a",), ("b",), ("c",)]
     assert packed(run(spec_of("a", "b", "c"), BEST, trainer)) == [("a", "c"), ("b",)]
 
 
 def test_the_most_similar_adapter_is_tried_first() -> None:
-    trainer = TableTrainer(
-        capacity=2,
-        apart=frozenset({frozenset({"a", "b"})}),
-        likes={("c", "b"): 0.9, ("c", "a"): 0.1},
-    )
+    likes = {("c", "b"): 0.9, ("c", "a"): 0.1}
+    trainer = TableTrainer(capacity=2, apart=apart("ab"), likes=likes)
     assert packed(run(spec_of("a", "b", "c"), BEST, trainer)) == [("a",), ("b", "c")]
 
 
@@ -175,9 +177,8 @@ def test_a_head_serves_one_task_and_all_items_of_that_task(
 
 def test_adapters_are_merged_where_all_promises_hold() -> None:
     """The paper's heuristic leaves a and c apart, since only the newest adapter is tried."""
-    apart = frozenset({frozenset({"a", "b"}), frozenset({"b", "c"})})
     options = PAPER.model_copy(update={"merge": "svd"})
-    trainer = TableTrainer(apart=apart)
+    trainer = TableTrainer(apart=apart("ab", "bc"))
     state = run(spec_of("a", "b", "c"), options, trainer)
     assert packed(state) == [("a", "c"), ("b",)]
     assert [merge.versions for merge in state.merges if merge.broken] == [(1, 3), (7, 3)]
@@ -186,14 +187,15 @@ def test_adapters_are_merged_where_all_promises_hold() -> None:
 
 def test_merged_weights_are_trained_unless_an_attempt_was_far_from_its_goals() -> None:
     """Items a and c have not been tried together. With b, either was far from its accuracy."""
-    apart = frozenset({frozenset({"a", "b"}), frozenset({"b", "c"})})
     options = PAPER.model_copy(update={"merge": "svd", "merge_training": True})
-    trainer = TableTrainer(apart=apart, trainable=True)
+    trainer = TableTrainer(apart=apart("ab", "bc"), trainable=True)
     assert packed(run(spec_of("a", "b", "c"), options, trainer)) == [("a", "c"), ("b",)]
     merges = [call for call in trainer.calls if "merge" in call[0]]
     assert [kind for kind, *_ in merges] == ["merge", "trained merge", "merge"]
     untrained = options.model_copy(update={"merge_training": False})
-    state = run(spec_of("a", "b", "c"), untrained, TableTrainer(apart=apart, trainable=True))
+    state = run(
+        spec_of("a", "b", "c"), untrained, TableTrainer(apart=apart("ab", "bc"), trainable=True)
+    )
     assert packed(state) == [("a",), ("b",), ("c",)]
 
 
@@ -206,8 +208,7 @@ def test_similar_items_follow_each_other() -> None:
 def test_a_killed_run_takes_the_same_decisions() -> None:
     """A run may be killed in any attempt; what `save` and `fuse_next` gave is all that is left."""
     spec = spec_of("a", "b", "c", "d", "e")
-    apart = frozenset({frozenset({"a", "c"}), frozenset({"b", "d"})})
-    whole = run(spec, BEST, TableTrainer(capacity=2, apart=apart))
+    whole = run(spec, BEST, TableTrainer(capacity=2, apart=apart("ac", "bd")))
 
     fuse = partial(fuse_next, spec, BEST, goals_in(spec))
 
@@ -224,7 +225,7 @@ def test_a_killed_run_takes_the_same_decisions() -> None:
             return super().train(item, onto, version)
 
     for life in range(1, 4):
-        trainer = Mortal(capacity=2, apart=apart)
+        trainer = Mortal(capacity=2, apart=apart("ac", "bd"))
         states = [RunState(pending=tuple(item.name for item in spec.items))]
         deaths = 0
         while states[-1].pending:

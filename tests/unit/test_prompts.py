@@ -1,79 +1,76 @@
-"""Tests of task prompts: the paper's appendix C inside the checkpoint's own chat template."""
+"""Tests of task prompts, and of the boxes, labels and counts that a result has from an answer."""
+
+from __future__ import annotations
 
 import json
+import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import jsonschema
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tools.demo.build import make_tokenizer
 from vlora.errors import InvalidArgument
-from vlora.vision.prompts import ChatTemplate, render, task_text
+from vlora.vision.chat_template import Chat, ChatTemplate
+from vlora.vision.prompts import TASKS, render, task_text
+from vlora.vision.results import TextBox, build_result, parse_boxes, result_schema
 
 BARE = ChatTemplate(prefix="", suffix="")
 CHAT = ChatTemplate(prefix="<s><|user|>", suffix="<|assistant|>")
 
 
+VIDEO = ChatTemplate("", "", image_text="[i]", clip_text=lambda frames: "[i]")
+"""Template of a checkpoint that takes a clip as one video."""
+DETECT = "Please box all the objects in the picture that you think are airplane."
+
+
 @pytest.mark.parametrize(
-    ("task", "text", "expected"),
+    ("task", "text", "images", "expected"),
     [
-        ("vqa", "How many cars?", "<image>, How many cars? Answer:"),
-        ("caption", "", "<image>, Generate the caption in English: Answer:"),
-        ("refer", "red circle", "<image>, Circle the red circle on the picture. Answer:"),
-        (
-            "detect",
-            "airplane",
-            "<image>, Please box all the objects in the picture that you think are airplane. "
-            "Answer:",
-        ),
-        ("classify", "", "<image>, What is the category of the picture? Answer:"),
+        # The prompts of the paper.
+        ("vqa", "How many cars?", 1, "<image>, How many cars? Answer:"),
+        ("caption", "", 1, "<image>, Generate the caption in English: Answer:"),
+        ("refer", "red circle", 1, "<image>, Circle the red circle on the picture. Answer:"),
+        ("detect", "airplane", 1, f"<image>, {DETECT} Answer:"),
+        ("classify", "", 1, "<image>, What is the category of the picture? Answer:"),
+        # A text replaces the default instruction of a task.
+        ("caption", "Describe it.", 1, "<image>, Describe it. Answer:"),
+        # Placeholders in the text position the images; without images there are none.
+        ("vqa", "Is <image> like <image>?", 2, "Is <image> like <image>? Answer:"),
+        ("vqa", "Hello?", 0, "Hello? Answer:"),
+        ("refer", "{images}", 1, "<image>, Circle the {images} on the picture. Answer:"),
+        # Raw text is sent verbatim after the images.
+        ("raw", " as it is\n", 0, " as it is\n"),
+        ("raw", "x", 2, "<image><image>x"),
     ],
 )
-def test_prompts_equal_those_of_the_paper(task: str, text: str, expected: str) -> None:
-    assert render(task, text, 1, 0, BARE) == expected
+def test_a_task_has_its_prompt(task: str, text: str, images: int, expected: str) -> None:
+    assert render(task, text, images, 0, BARE) == expected
 
 
 def test_a_clip_has_one_placeholder_per_frame() -> None:
     prompt = render("video", "", 0, 6, CHAT)
     assert prompt.startswith("<s><|user|>" + "<image>" * 6 + " Please analyze the consecutive")
     assert prompt.endswith("occurring in the video. Answer:<|assistant|>")
+    assert render("raw", "x", 0, 0, CHAT) == "x"
 
 
 def test_a_clip_that_is_one_video_has_one_placeholder() -> None:
-    video = ChatTemplate("", "", image_text="[i]", clip_text=lambda frames: "[i]")
-    assert render("raw", "x", 1, 3, video) == "[i][i]x"
-    assert render("raw", "<image>a<image><image>b", 1, 2, video) == "[i]a[i]b"
-    assert render("raw", "<image>a<image>b", 2, 0, video) == "[i]a[i]b"
-    assert render("raw", "<image>a<image>b", 1, 1, video) == "[i]a[i]b"
+    assert render("raw", "x", 1, 3, VIDEO) == "[i][i]x"
+    assert render("raw", "<image>a<image><image>b", 1, 2, VIDEO) == "[i]a[i]b"
+    assert render("raw", "<image>a<image>b", 2, 0, VIDEO) == "[i]a[i]b"
+    assert render("raw", "<image>a<image>b", 1, 1, VIDEO) == "[i]a[i]b"
 
 
 @pytest.mark.parametrize("text", ["<image>a<image>", "<image><image>a<image>"])
 def test_placeholders_of_a_video_must_stand_together_and_last(text: str) -> None:
-    video = ChatTemplate("", "", image_text="[i]", clip_text=lambda frames: "[i]")
-    frames = 2
     with pytest.raises(InvalidArgument, match="takes the 2 frames as one video"):
-        render("raw", text, text.count("<image>") - frames, frames, video)
-
-
-def test_a_text_replaces_the_default_instruction_of_a_task() -> None:
-    assert render("caption", "Describe it.", 1, 0, BARE) == "<image>, Describe it. Answer:"
-
-
-def test_raw_text_is_sent_verbatim_after_the_images() -> None:
-    assert render("raw", " as it is\n", 0, 0, CHAT) == " as it is\n"
-    assert render("raw", "x", 2, 0, CHAT) == "<image><image>x"
-
-
-def test_text_only_prompts_have_no_placeholder() -> None:
-    assert render("vqa", "Hello?", 0, 0, BARE) == "Hello? Answer:"
-
-
-def test_placeholders_in_the_text_position_the_images() -> None:
-    prompt = render("vqa", "Is <image> brighter than <image>?", 2, 0, BARE)
-    assert prompt == "Is <image> brighter than <image>? Answer:"
-
-
-def test_braces_in_the_text_are_kept() -> None:
-    assert "{images} {text}" in render("refer", "{images} {text}", 1, 0, BARE)
+        render("raw", text, text.count("<image>") - 2, 2, VIDEO)
 
 
 @pytest.mark.parametrize(("images", "frames"), [(1, 0), (0, 0), (2, 1)])
@@ -129,15 +126,14 @@ PARTS = (
 )
 
 
-def test_templates_that_need_content_parts_are_supported(folder: Path) -> None:
+def test_templates_that_need_content_parts_and_those_of_transformers_4_are_read(
+    folder: Path,
+) -> None:
     expected = ChatTemplate("USER: ", " ASSISTANT:")
     assert ChatTemplate.from_checkpoint(with_template(folder, PARTS)) == expected
-
-
-def test_templates_of_transformers_4_processors_are_read(folder: Path) -> None:
     (folder / "chat_template.jinja").unlink()
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": PARTS}))
-    assert ChatTemplate.from_checkpoint(folder) == ChatTemplate("USER: ", " ASSISTANT:")
+    assert ChatTemplate.from_checkpoint(folder) == expected
     (folder / "chat_template.json").write_text("[]")
     with pytest.raises(InvalidArgument, match=r"chat_template\.json cannot be read"):
         ChatTemplate.from_checkpoint(folder)
@@ -197,3 +193,209 @@ def test_a_conversation_that_the_template_refuses_is_an_error(folder: Path) -> N
     for text in ("[]", "{}", '{"messages": []}', '{"messages": [{"role": "user"}]}'):
         with pytest.raises(InvalidArgument, match=r"object|Object"):
             render("chat", text, 0, 0, template)
+
+
+def message(*parts: dict[str, str] | str, role: str = "user") -> dict[str, Any]:
+    return {
+        "role": role,
+        "content": [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts],
+    }
+
+
+PICTURE, CLIP = {"type": "image"}, {"type": "video"}
+
+
+def test_a_task_takes_one_message_whose_text_is_only_text() -> None:
+    def ask(*parts: dict[str, str] | str, images: int = 1, frames: int = 0) -> str:
+        return render("vqa", Chat([message(*parts)]), images, frames, BARE)
+
+    assert ask(PICTURE, "a", "b") == "<image>, a\nb Answer:"
+    assert ask("a ", PICTURE, " b") == "a <image> b Answer:"
+    assert ask(CLIP, "a", images=0, frames=3) == "<image><image><image>, a Answer:"
+    written = ask(PICTURE, "is <image> a tag?")
+    assert written == "<image>, is <image> a tag? Answer:"
+    (span,) = written.literals
+    assert span == (12, 19)
+    for chat_of in (Chat([message("a"), message("b")]), Chat([message("a", role="system")])):
+        with pytest.raises(InvalidArgument, match="takes the text of one user message"):
+            render("vqa", chat_of, 0, 0, BARE)
+
+
+def test_a_clip_is_printed_by_the_template_or_stands_in_its_place() -> None:
+    printing = replace(
+        BARE,
+        image_text="[i]",
+        clip_text=lambda frames: f"[{frames}]",
+        apply=lambda messages, start, goes_on: str(messages[0]["content"]),
+    )
+    chat_of = Chat([message(PICTURE, CLIP, "x")])
+    assert render("chat", chat_of, 1, 4, printing) == "[i]\n[4]\nx"
+    parts = replace(printing, takes_parts=True, prints_images=True, video_text="{'type': 'video'}")
+    assert render("chat", chat_of, 1, 4, parts) == (
+        "[{'type': 'image'}, [4], {'type': 'text', 'text': 'x'}]"
+    )
+    for wrong in (Chat([message(CLIP, PICTURE)]), Chat([message(CLIP, CLIP)])):
+        with pytest.raises(InvalidArgument, match="one clip, after all images"):
+            render("chat", wrong, 1, 4, printing)
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "list of parts"),
+        ({"messages": [message("a")], "tools": []}, "unknown key 'tools'"),
+        ({"messages": [message("a")], "add_generation_prompt": 1}, "must be true or false"),
+        ({"messages": [message("a")], "continue_final_message": True}, "needs 'add_generation"),
+    ],
+)
+def test_a_conversation_that_cannot_be_read_is_refused(given: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InvalidArgument, match=problem):
+        Chat.parse(json.dumps(given))
+
+
+DETAILS = {"task": "detect", "adapter": None, "timings": {"queued": 0.0, "total": 0.25}}
+
+
+def pictures(*sizes, frames=0):
+    """Return the layout and size of pictures, of which the last `frames` are a clip.
+
+    sizes: (height, width) of each.
+    """
+    flags = [0] * (len(sizes) - frames) + [1] * frames
+    layout = [(4 * i, 4, 1, 2, 2, flag) for i, flag in enumerate(flags)]
+    return {
+        "layout": np.array(layout, np.int32).reshape(-1, 6),
+        "size": np.array(sizes, np.int32).reshape(-1, 2),
+    }
+
+
+ONE_IMAGE = pictures((100, 200))
+
+
+def result_of(text="", details=DETAILS, pictures=ONE_IMAGE, **options):
+    result = json.loads(build_result(text=text, details=details, **pictures, **options))
+    jsonschema.validate(result, result_schema())
+    return result
+
+
+@pytest.mark.parametrize("task", [*TASKS])
+def test_the_result_of_each_task_follows_the_schema(task):
+    assert "chat" in TASKS
+    assert result_of("two birds", DETAILS | {"task": task})["task"] == task
+
+
+def test_the_schema_is_valid_and_refuses_an_unknown_task():
+    jsonschema.Draft202012Validator.check_schema(result_schema())
+    with pytest.raises(jsonschema.ValidationError, match="'dance' is not one of"):
+        result_of(details=DETAILS | {"task": "dance"})
+
+
+def test_the_example_of_the_paper_is_parsed():
+    text = (
+        "<ref>airplane</ref><box>(767,0),(910,83)</box><box>(601,0),(748,76)</box>"
+        "<box>(455,0),(587,64)</box>"
+    )
+    boxes, warnings = parse_boxes(text)
+    assert warnings == []
+    assert [box.label for box in boxes] == ["airplane"] * 3
+    assert boxes[0].grid == (767, 0, 910, 83)
+
+
+def test_boxes_of_a_clip_of_joined_frames_are_on_its_last_frame():
+    clip = pictures((100, 200), (100, 200), frames=1)
+    clip["layout"][1, 5] = 3
+    result = result_of("<box>(100,250),(500,999)</box>", pictures=clip)
+    assert [len(frame["objects"]) for frame in result["frames"]] == [0, 0, 1]
+    assert len(result["images"]) == 1
+    clip["layout"][1, 5] = 2**31 - 1
+    with pytest.raises(InvalidArgument, match="more than 65536 images and frames"):
+        result_of(pictures=clip)
+
+
+def test_boxes_become_pixels_of_the_original_image_and_are_counted_by_name():
+    result = result_of("<ref>red star</ref><box>(100,250),(500,999)</box>")
+    box = {"box": [20.0, 25.0, 100.0, 99.9], "label": "red star", "score": None}
+    assert result["images"] == [{"index": 0, "objects": [box]}]
+    assert result["frames"] == []
+    assert result["scores"] == {}
+    a = "<ref>a</ref><box>(1,1),(2,2)</box><box>(3,3),(4,4)</box>"
+    text = a + " and <ref>b</ref><box>(5,5),(6,6)</box>"
+    assert result_of(text)["counts"] == {"a": 2, "b": 1}
+
+
+def test_corners_may_come_in_either_order_and_an_unclosed_name_is_not_a_label():
+    boxes, warnings = parse_boxes("<box> ( 9 , 8 ) ( 7 , 6 ) </box>")
+    assert (boxes, warnings) == ([TextBox(None, (7, 6, 9, 8))], [])
+    (box,), _ = parse_boxes("<ref>a</ref><ref>b<box>(1,2),(3,4)</box>")
+    assert box.label is None
+
+
+@pytest.mark.parametrize(
+    ("text", "boxes", "warning"),
+    [
+        ("<ref>a</ref><box>(1,2),(3,1000)</box>", 0, "not a box on the grid of 0-999"),
+        ("<box>(1,2),(3)</box>", 0, "not a box"),
+        ("<box>(-1,2),(3,4)</box>", 0, "not a box"),
+        ("<box>(1,2),(3,4)", 0, "<box> at character 0 is not closed"),
+        ("(1,2)</box><box>(1,2),(3,4)</box>", 1, "</box> at character 5 closes nothing"),
+        ("<ref>a<box>(1,2),(3,4)</box>", 1, "<ref> at character 0 is not closed"),
+        ("<ref>a</box>", 0, "</box> at character 6 closes nothing"),
+    ],
+)
+def test_a_malformed_box_is_omitted_with_a_warning(text, boxes, warning):
+    parsed, warnings = parse_boxes(text)
+    assert len(parsed) == boxes
+    assert warning in warnings[0]
+    assert result_of(text)["warnings"] == warnings
+
+
+def test_boxes_are_on_the_last_of_several_pictures():
+    text = "<ref>a</ref><box>(0,0),(500,500)</box>"
+    result = result_of(text, pictures=pictures((10, 10), (20, 20), (40, 80), frames=1))
+    assert [picture["index"] for picture in result["images"]] == [0, 1]
+    assert [picture["objects"] for picture in result["images"]] == [[], []]
+    assert [picture["index"] for picture in result["frames"]] == [0]
+    assert result["frames"][0]["objects"][0]["box"] == [0, 0, 40, 20]
+
+
+def test_boxes_without_an_image_give_a_warning():
+    result = result_of("<box>(1,2),(3,4)</box>", pictures=pictures())
+    assert result["images"] == []
+    assert result["warnings"] == ["the request has no image for 1 boxes"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"details": {"task": "vqa"}}, "lacks 'adapter'"),
+        ({"labels": ["a"], "scores": []}, "the head has 1 labels and 0 scores"),
+        ({"labels": ["a"], "scores": [float("nan")]}, "finite"),
+        ({"size": np.zeros((2, 2), np.int32)}, "has 1 rows, 'image_size' has 2"),
+        ({"layout": np.zeros((1, 5), np.int32)}, r"\[n, 6\]"),
+    ],
+)
+def test_arguments_that_do_not_fit_together_are_refused(changes, message):
+    values = {"text": "", "details": DETAILS, **pictures((8, 8))} | changes
+    with pytest.raises(InvalidArgument, match=message):
+        build_result(**values)
+
+
+FRAGMENTS = st.sampled_from(
+    ["<ref>", "</ref>", "<box>", "</box>", "(12,34)", ",", "star", "(999,0)"]
+)
+
+
+@given(st.one_of(st.text(), st.lists(FRAGMENTS | st.text(max_size=3)).map("".join)))
+def test_any_text_gives_boxes_within_the_image(text):
+    result = result_of(text, pictures=pictures((30, 50)))
+    assert result["text"] == text
+    for item in result["images"][0]["objects"]:
+        left, top, right, bottom = item["box"]
+        assert 0 <= left <= right < 50
+        assert 0 <= top <= bottom < 30
+
+
+def test_hostile_text_takes_linear_time():
+    start = time.perf_counter()
+    parse_boxes("<ref>" * 20_000 + "<box>(" * 20_000)
+    assert time.perf_counter() - start < 1

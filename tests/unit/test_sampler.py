@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -27,11 +26,6 @@ from vlora.request import FloatArray
 from vlora.sampling import SamplingParams
 
 EOS = 2
-
-
-@pytest.fixture(scope="module")
-def vocabulary(checkpoint: Path) -> Vocabulary:
-    return Vocabulary(AutoTokenizer.from_pretrained(checkpoint))
 
 
 def sampler(vocabulary: Vocabulary, **params: object) -> TokenSampler:
@@ -116,30 +110,22 @@ def test_rows_drawn_together_equal_rows_drawn_one_by_one(vocabulary: Vocabulary)
         assert tokens == draw_rows(logits, rows, backend="reference")
 
 
+@pytest.mark.parametrize(
+    ("name", "values", "warper"),
+    [
+        ("top_k", st.integers(1, 400), TopKLogitsWarper),
+        ("top_p", st.floats(0.01, 0.99), TopPLogitsWarper),
+        ("min_p", st.floats(0.01, 0.99), MinPLogitsWarper),
+    ],
+)
 @settings(deadline=None)
-@given(seed=seeds, top_k=st.integers(1, 400))
-def test_top_k_equals_that_of_transformers(seed: int, top_k: int) -> None:
-    scores = logits_of(seed)
-    ours = probabilities(scores, SamplingParams(top_k=top_k))
-    theirs = TopKLogitsWarper(top_k)(None, torch.from_numpy(scores)[None]).softmax(-1)[0]
-    np.testing.assert_allclose(ours, theirs.numpy(), atol=1e-5)
-
-
-@settings(deadline=None)
-@given(seed=seeds, top_p=st.floats(0.01, 0.99))
-def test_top_p_equals_that_of_transformers(seed: int, top_p: float) -> None:
-    scores = logits_of(seed)
-    ours = probabilities(scores, SamplingParams(top_p=top_p))
-    theirs = TopPLogitsWarper(top_p)(None, torch.from_numpy(scores)[None].double()).softmax(-1)[0]
-    np.testing.assert_allclose(ours, theirs.numpy(), atol=1e-5)
-
-
-@settings(deadline=None)
-@given(seed=seeds, min_p=st.floats(0.01, 0.99))
-def test_min_p_equals_that_of_transformers(seed: int, min_p: float) -> None:
-    scores = logits_of(seed)
-    ours = probabilities(scores, SamplingParams(min_p=min_p))
-    theirs = MinPLogitsWarper(min_p)(None, torch.from_numpy(scores)[None].double()).softmax(-1)[0]
+@given(seed=seeds, data=st.data())
+def test_a_filter_equals_that_of_transformers(
+    seed: int, data: st.DataObject, name: str, values: st.SearchStrategy[Any], warper: Any
+) -> None:
+    scores, value = logits_of(seed), data.draw(values)
+    ours = probabilities(scores, SamplingParams(**{name: value}))
+    theirs = warper(value)(None, torch.from_numpy(scores)[None].double()).softmax(-1)[0]
     np.testing.assert_allclose(ours, theirs.numpy(), atol=1e-5)
 
 
@@ -159,12 +145,9 @@ def test_repetition_penalty_equals_that_of_transformers(seed: int, penalty: floa
 def test_presence_and_frequency_penalties_count_output_tokens_only(vocabulary: Vocabulary) -> None:
     scores = np.zeros(300, dtype=np.float32)
     scores[[7, 8]] = [1.0, 0.9]
-    assert (
-        sampler(vocabulary, temperature=0, presence_penalty=0.5).draw(scores, [7], [], 5).token == 7
-    )
-    assert (
-        sampler(vocabulary, temperature=0, presence_penalty=0.5).draw(scores, [], [7], 5).token == 8
-    )
+    present = sampler(vocabulary, temperature=0, presence_penalty=0.5)
+    assert present.draw(scores, [7], [], 5).token == 7
+    assert present.draw(scores, [], [7], 5).token == 8
     frequent = sampler(vocabulary, temperature=0, frequency_penalty=0.04)
     assert frequent.draw(scores, [], [7, 7], 5).token == 7
     assert frequent.draw(scores, [], [7, 7, 7], 5).token == 8
@@ -197,37 +180,23 @@ def test_end_of_text_is_masked_before_min_tokens(vocabulary: Vocabulary) -> None
     assert chosen.draw(scores, [], [9, 9, 9], 5).token == EOS
 
 
-def test_logprobs_are_unfiltered_with_the_drawn_token_first(vocabulary: Vocabulary) -> None:
-    scores = logits_of(3)
-    chosen = sampler(vocabulary, temperature=5.0, top_k=50, seed=1, logprobs=4)
-    draw = chosen.draw(scores, [], [], 5)
-    expected = torch.from_numpy(scores).double().log_softmax(0)
-    assert draw.logprobs is not None
-    assert draw.logprobs[0].token_id == draw.token
-    for entry in draw.logprobs:
-        assert entry.logprob == pytest.approx(float(expected[entry.token_id]), abs=1e-6)
-        assert entry.rank == int((expected > expected[entry.token_id]).sum()) + 1
-    assert [entry.rank for entry in draw.logprobs if entry.token_id != draw.token] == [
-        rank for rank in (1, 2, 3, 4) if rank != draw.logprobs[0].rank
-    ]
-
-
 @settings(deadline=None)
 @given(seed=seeds, count=st.integers(0, 20), size=st.integers(1, 400), ties=st.booleans())
-def test_the_alternatives_are_the_largest_in_order_with_their_ranks(
+def test_logprobs_are_unfiltered_the_drawn_tokens_first_and_then_the_largest_in_order(
     vocabulary: Vocabulary, seed: int, count: int, size: int, ties: bool
 ) -> None:
     scores = logits_of(seed, size)
     if ties:
         scores = np.round(scores)
-    drawn = sampler(vocabulary, temperature=5.0, seed=seed, logprobs=count)
-    entries = drawn.draw(scores, [], [], 5).logprobs
+    drawn = sampler(vocabulary, temperature=5.0, top_k=50, seed=seed, logprobs=count)
+    draw = drawn.draw(scores, [], [], 5)
+    entries = draw.logprobs
     assert entries is not None
+    expected = torch.from_numpy(scores).double().log_softmax(0)
     order = np.argsort(-scores, kind="stable")[:count].tolist()
-    assert [entry.token_id for entry in entries] == list(
-        dict.fromkeys([entries[0].token_id, *order])
-    )
+    assert [entry.token_id for entry in entries] == list(dict.fromkeys([draw.token, *order]))
     for entry in entries:
+        assert entry.logprob == pytest.approx(float(expected[entry.token_id]), abs=1e-6)
         assert entry.rank == int((scores > scores[entry.token_id]).sum()) + 1
 
 

@@ -27,15 +27,6 @@ from vlora.structured.structure import STRUCTURE_KEYS, Structure
 DOCUMENT = Path(__file__).parents[2] / "docs" / "api.md"
 
 
-def test_numbers_and_booleans_sent_as_text_are_converted() -> None:
-    params = SamplingParams.parse(
-        {"max_tokens": "128", "min_tokens": "4", "temperature": "0.5", "ignore_eos": "true"}
-    )
-    assert (params.max_tokens, params.min_tokens) == (128, 4)
-    assert params.temperature == 0.5
-    assert params.ignore_eos is True
-
-
 def test_an_unknown_key_is_refused_with_the_nearest_known_one() -> None:
     with pytest.raises(
         InvalidArgument, match=r"'temprature'; did you mean 'temperature'\? Known: "
@@ -43,12 +34,6 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one() -> None:
         SamplingParams.parse({"temprature": 1})
     with pytest.raises(InvalidArgument, match=r"unknown sampling parameter 'zzz'\. Known: "):
         SamplingParams.parse({"zzz": 1})
-
-
-@pytest.mark.parametrize("key", ["max_tokens", "min_tokens"])
-def test_a_number_of_tokens_that_is_too_large_is_refused_with_the_bound(key: str) -> None:
-    with pytest.raises(InvalidArgument, match=r"from [01] to 2147483647, not 1000000000000"):
-        SamplingParams.parse({key: 10**12})
 
 
 @pytest.mark.parametrize("key", sorted(REFUSED))
@@ -120,12 +105,16 @@ def test_the_structure_of_an_answer_is_read_under_all_of_vllms_names(
 
 
 @pytest.mark.parametrize(
-    "other", [{"stop_token_ids": [3]}, {"min_tokens": 2}, {"ignore_eos": True}]
+    "other", [{"stop_token_ids": [3]}, {"min_tokens": 2}, {"ignore_eos": True}, {"stop": "a"}]
 )
-def test_a_structure_alone_decides_where_the_answer_may_end(other: dict[str, object]) -> None:
+def test_choices_or_a_structure_decide_where_the_answer_may_end(other: dict[str, object]) -> None:
+    with pytest.raises(InvalidArgument, match="'choices' cannot be combined"):
+        SamplingParams.parse({"choices": ["a", "b"], **other})
+    if "stop" in other:
+        assert SamplingParams.parse({"guided_regex": "a+", **other}).stop == ("a",)
+        return
     with pytest.raises(InvalidArgument, match="'structured_outputs' cannot be combined with"):
         SamplingParams.parse({"guided_regex": "a+", **other})
-    assert SamplingParams.parse({"guided_regex": "a+", "stop": "a"}).stop == ("a",)
 
 
 @pytest.mark.parametrize(
@@ -228,8 +217,6 @@ def test_keys_for_real_time_streams_are_read_with_numbers_as_text() -> None:
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ({"priority": 1.5}, "'priority' must be a whole number"),
-        ({"deadline_ms": 0}, "'deadline_ms' must be milliseconds from 0.001 to 1e9"),
         ({"stream_id": ""}, "'stream_id' must be a string of 1 to 256"),
         ({"stream_id": "x" * 257}, "'stream_id' must be a string of 1 to 256"),
         ({"supersede": True}, "'supersede' needs 'stream_id'"),
@@ -296,27 +283,9 @@ def test_any_number_is_refused_with_the_range_or_read_into_it(key: str) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("temperature", float("nan")),
-        ("temperature", "NaN"),
-        ("temperature", -0.1),
-        ("temperature", True),
         ("temperature", [1]),
         ("temperature", None),
-        ("top_p", 0),
-        ("top_p", 1.1),
-        ("top_p", float("inf")),
-        ("top_k", -2),
-        ("top_k", 1.5),
         ("top_k", "many"),
-        ("min_p", -0.1),
-        ("repetition_penalty", 0),
-        ("presence_penalty", 2.1),
-        ("max_tokens", 0),
-        ("max_tokens", -5),
-        ("max_tokens", 1e400),
-        ("max_tokens", 2**31),
-        ("min_tokens", -1),
-        ("seed", 2**64),
         ("stop", ""),
         ("stop", [1]),
         ("stop", ["x"] * 17 + ["y"]),
@@ -333,7 +302,7 @@ def test_any_number_is_refused_with_the_range_or_read_into_it(key: str) -> None:
         ("lora_name", 7),
     ],
 )
-def test_a_value_out_of_range_or_of_the_wrong_type_is_refused(key: str, value: object) -> None:
+def test_a_value_of_the_wrong_type_or_length_is_refused(key: str, value: object) -> None:
     with pytest.raises(InvalidArgument, match=f"'{key}' must be"):
         SamplingParams.parse({key: value})
 
@@ -341,14 +310,6 @@ def test_a_value_out_of_range_or_of_the_wrong_type_is_refused(key: str, value: o
 def test_a_minimum_above_the_maximum_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="'min_tokens' = 20 is above 'max_tokens' = 16"):
         SamplingParams.parse({"min_tokens": 20})
-
-
-@pytest.mark.parametrize(
-    "other", [{"stop": "x"}, {"min_tokens": 1}, {"ignore_eos": True}, {"stop_token_ids": [1]}]
-)
-def test_choices_cannot_be_combined_with_other_ends_of_an_answer(other: dict[str, object]) -> None:
-    with pytest.raises(InvalidArgument, match="'choices' cannot be combined"):
-        SamplingParams.parse({"choices": ["a", "b"], **other})
 
 
 def test_choices_remove_the_default_token_limit() -> None:

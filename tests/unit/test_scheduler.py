@@ -1,4 +1,7 @@
-"""Tests of the scheduler without an engine: budgets, order, preemption, and page accounting."""
+"""Tests of the scheduler without an engine: budgets, order, preemption, and page accounting.
+
+`tests/engine/test_drawn_loads.py` has random loads of the whole engine.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,15 @@ from hypothesis import strategies as st
 from benchmarks.baseline_policies import register
 from benchmarks.replay import resident_adapter
 from tests.support.calls import calls_of
-from vlora.adapters.handle import AdapterState
+from tests.support.pages import IdleAdapters
+from vlora.adapters.handle import AdapterHandle, AdapterState
 from vlora.config import POLICIES, Options
 from vlora.engine.cost import AdapterSize, CostModel, guess
 from vlora.engine.plan import StepPlan
 from vlora.engine.policies.base import Candidate, Choice, Order
 from vlora.engine.policies.registry import make_policy
 from vlora.engine.policies.unmerge_only import UnmergeOnly
-from vlora.engine.scheduler import Budgets, Scheduler
+from vlora.engine.scheduler import Budgets, Scheduler, WaitingQueue
 from vlora.engine.sequence import Sequence
 from vlora.ids import BASE
 from vlora.memory.kv_cache import BlockTable
@@ -238,25 +242,21 @@ def test_wait_is_the_time_ready_but_not_scheduled_and_never_resets() -> None:
     assert (a.candidate(9.0).wait, b.candidate(9.0).wait) == (6.0, 5.0)
 
 
-class IdleAdapter:
+class IdleAdapter(IdleAdapters):
     """An adapter in the pool without requests; evictable unless it is protected."""
 
     def __init__(self, pool: PagePool, count: int, slot: int) -> None:
-        self._pool, self._slot = pool, slot
-        self._run = pool.allocate_run(count)
-        self.protected = BASE
-        pool.evictors.append(self)
+        super().__init__(pool)
+        run = pool.allocate_run(count)
+        assert run is not None
+        self.add(run)
+        self.slot, self.protected = slot, BASE
 
     def evictable_pages(self, enough: int) -> int:
-        return self._run.count if self._run and self.protected != self._slot else 0
+        return 0 if self.protected == self.slot else super().evictable_pages(enough)
 
     def oldest_use(self) -> int | None:
-        return 0 if self.evictable_pages(1) else None
-
-    def evict_oldest(self) -> None:
-        assert self._run is not None
-        self._pool.release_run(self._run)
-        self._run = None
+        return super().oldest_use() if self.evictable_pages(1) else None
 
 
 class AlwaysMerge:
@@ -349,6 +349,43 @@ def test_unmerge_only_chooses_from_the_first_candidates_what_it_would_choose_fro
                 scheduler.remove(s)
         all_plans.append(plans)
     assert all_plans[0] == all_plans[1]
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["add", "add", "remove", "replace"]),
+            st.integers(0, 20),
+            st.integers(-1, 3),
+        ),
+        max_size=40,
+    ),
+    st.randoms(use_true_random=False),
+)
+def test_the_first_sequence_of_each_adapter_is_found_in_order_of_arrival(
+    changes: list[tuple[str, int, int]], draw: object
+) -> None:
+    queue = WaitingQueue()
+    adapters = {slot: resident_adapter(slot) for slot in range(-1, 4)}
+    held: list[Sequence] = []
+    arrivals = list(range(len(changes)))
+    draw.shuffle(arrivals)  # type: ignore[attr-defined]
+    for arrival, (change, index, slot) in zip(arrivals, changes, strict=True):
+        adapter = adapters[slot]
+        if change == "add":
+            held.append(make_sequence(PagePool(1), str(arrival), 1, arrival=arrival))
+            held[-1].adapter = adapter
+            queue.add(held[-1])
+        elif held and change == "remove":
+            queue.remove(held.pop(index % len(held)))
+        elif held and adapter is not None:
+            queue.use_adapter(held[index % len(held)], adapter)
+        expected: dict[AdapterHandle, Sequence] = {}
+        for sequence in sorted(held, key=lambda s: s.arrival):
+            if sequence.adapter is not None:
+                expected.setdefault(sequence.adapter, sequence)
+        assert list(queue.first_of_each_adapter().items()) == list(expected.items())
 
 
 def busy_scheduler(policy: str, waiting: int, kinds: str) -> Scheduler:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlora.atmm.segments import signed_segments
-from vlora.atmm.types import Segment
+from vlora.atmm.types import Segment, Segments
 from vlora.ids import BASE, order_of
 
 slots = st.integers(BASE, 4)
@@ -26,15 +26,6 @@ def test_each_row_adds_its_own_adapter_and_subtracts_the_live_one(
         own = {owner: 1} if owner not in (BASE, live) else {}
         out = {live: -1} if live not in (BASE, owner) else {}
         assert signs == own | out
-
-
-def test_contiguous_runs_of_one_adapter_become_one_segment() -> None:
-    assert signed_segments([(2, 1), (2, 3), (0, 1)]) == (Segment(0, 4, 2), Segment(4, 1, 0))
-
-
-def test_base_rows_need_no_segment_unless_an_adapter_is_live() -> None:
-    assert signed_segments([(BASE, 5)]) == ()
-    assert signed_segments([(BASE, 5)], live=1) == (Segment(0, 5, 1, -1),)
 
 
 @given(rows=st.lists(st.tuples(slots, st.integers(1, 9))), live=slots)
@@ -58,3 +49,10 @@ def test_one_segment_subtracts_the_live_adapter_from_contiguous_rows_of_any_adap
         Segment(2, 8, 0, -1),
         Segment(15, 1, 0, -1),
     )
+
+
+def test_segments_are_a_tuple_that_is_converted_once() -> None:
+    segments = Segments([Segment(0, 1, 0)])
+    assert segments == (Segment(0, 1, 0),)
+    assert Segments.of(segments) is segments
+    assert Segments.of([Segment(0, 1, 0)]) == segments

@@ -1,4 +1,4 @@
-"""Tests of a server's ports and processes, and of the removal of what a killed run left behind."""
+"""Tests of a server's processes: their ends, and the removal of what a killed run left behind."""
 
 from __future__ import annotations
 
@@ -6,31 +6,29 @@ import errno
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from tests.support.polling import until
-from vlora import net
+from vlora import draining
 from vlora.errors import ServerError
-from vlora.launcher import draining
+from vlora.launcher import gateway_process
+from vlora.launcher.gateway_process import GatewayProcess
 from vlora.launcher.guard import guarded
-from vlora.launcher.processes import children, end, ended_with, how_it_ended, is_alive
-from vlora.launcher.run_folder import (
-    RUN_VARIABLE,
-    SHARED_MEMORY,
-    run_folder,
-    shared_memory_prefix,
-)
+from vlora.launcher.processes import children, end, ended_with, how_it_ended, is_alive, start_tied
+from vlora.launcher.run_folder import run_folder
 from vlora.launcher.server import TritonServer
-from vlora.net import choose_ports
+from vlora.server_run import RUN_VARIABLE, SHARED_MEMORY, shared_memory_prefix
+from vlora.serving.model_process import Lifeline
 
 SOURCE = Path(__file__).resolve().parents[2] / "backend_src"
 SLEEP = "import time; time.sleep(60)"
@@ -57,62 +55,6 @@ def line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-# -- ports ---------------------------------------------------------------------------------------
-
-
-def test_chosen_ports_are_not_zero_and_different() -> None:
-    chosen = choose_ports({"http_port": 0, "grpc_port": 0, "metrics_port": 0})
-    assert len(set(chosen.values())) == 3
-    assert all(chosen.values())
-
-
-def test_free_ports_are_not_those_that_the_kernel_gives_to_other_sockets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another socket could get such a port before the server opens it."""
-    file = tmp_path / "ip_local_port_range"
-    monkeypatch.setattr(net, "EPHEMERAL_RANGE", file)
-    file.write_text("24000\t60999\n")
-    for _ in range(20):
-        assert choose_ports({"grpc_port": 0})["grpc_port"] < 24000
-    file.write_text("1024\t60999\n")
-    assert choose_ports({"grpc_port": 0})["grpc_port"] >= 1024
-
-
-def test_a_taken_port_is_not_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "ip_local_port_range"
-    file.write_text("32768\t60999\n")
-    monkeypatch.setattr(net, "EPHEMERAL_RANGE", file)
-    with socket.socket() as taken:
-        taken.bind(("0.0.0.0", choose_ports({"grpc_port": 0})["grpc_port"]))
-        port = taken.getsockname()[1]
-        monkeypatch.setattr(net, "FREE_PORTS", range(port, port + 1))
-        assert choose_ports({"grpc_port": 0})["grpc_port"] not in (0, port)
-
-
-@pytest.mark.parametrize("port", [99999, 65536, -1])
-def test_an_invalid_port_is_rejected_with_the_valid_range(port: int) -> None:
-    with pytest.raises(ServerError, match=rf"--http-port {port} is not a port.* 1 to 65535, or 0"):
-        choose_ports({"http_port": port, "grpc_port": 0})
-
-
-def test_equal_ports_are_rejected_with_both_options() -> None:
-    with pytest.raises(ServerError, match="--http-port and --metrics-port are both 9000"):
-        choose_ports({"http_port": 9000, "grpc_port": 9001, "metrics_port": 9000})
-
-
-def test_a_port_in_use_is_rejected_with_the_option_that_sets_another() -> None:
-    with socket.socket() as holder:
-        holder.bind(("0.0.0.0", 0))
-        holder.listen()
-        port = holder.getsockname()[1]
-        with pytest.raises(ServerError, match=rf"port {port} is already in use; .* --grpc-port N"):
-            choose_ports({"http_port": 0, "grpc_port": port})
-
-
-# -- processes -----------------------------------------------------------------------------------
-
-
 def test_a_process_that_does_not_end_is_killed_and_its_status_is_read() -> None:
     with python(SLEEP) as process:
         known = psutil.Process(process.pid)
@@ -125,9 +67,6 @@ def test_a_process_that_does_not_end_is_killed_and_its_status_is_read() -> None:
     assert how_it_ended(known) == ""
     assert children(process.pid) == set()
     assert ended_with(-signal.SIGFPE) == "signal SIGFPE"
-
-
-def test_the_status_of_a_process_that_exits_is_read() -> None:
     with python("import os; os._exit(70)") as process:
         known = psutil.Process(process.pid)
         until(lambda: not is_alive(known))
@@ -174,6 +113,7 @@ model.wait()
 """
 MODEL = """
 import time
+from vlora.server_run import RUN_VARIABLE, SHARED_MEMORY, shared_memory_prefix
 from vlora.serving.model_process import Lifeline
 lifeline = Lifeline("lmm")
 lifeline.on_drain(lambda seconds: print(0 < seconds <= 50, lifeline.draining, flush=True))
@@ -216,12 +156,6 @@ def test_a_server_whose_models_cannot_be_notified_is_ended(
         server.kill()
 
 
-def test_the_seconds_left_are_never_negative(tmp_path: Path) -> None:
-    assert draining.seconds_left(tmp_path) is None
-    draining.begin(tmp_path, seconds=-1)
-    assert draining.seconds_left(tmp_path) == 0
-
-
 # -- what a killed run leaves --------------------------------------------------------------------
 
 KILLED = """
@@ -229,7 +163,8 @@ import os, signal, subprocess, sys
 from contextlib import nullcontext
 from pathlib import Path
 from vlora.launcher.guard import guarded
-from vlora.launcher.run_folder import run_folder, shared_memory_prefix
+from vlora.launcher.run_folder import run_folder
+from vlora.server_run import shared_memory_prefix
 guard = guarded if sys.argv[3] == "guarded" else nullcontext
 with run_folder(Path(sys.argv[1])) as folder, guard(folder):
     region = shared_memory_prefix(folder) + "region"
@@ -241,9 +176,9 @@ with run_folder(Path(sys.argv[1])) as folder, guard(folder):
 """
 
 
-def killed_run(root: Path, program: str, *options: str) -> tuple[Path, psutil.Process]:
+def killed_run(root: Path, program: str, guard: str = "unguarded") -> tuple[Path, psutil.Process]:
     """Return the folder of a run that was killed, and the process that it left."""
-    with python(KILLED, str(root), program, *(options or ("unguarded",))) as run:
+    with python(KILLED, str(root), program, guard) as run:
         name, pid = line(run).split()
         run.wait()
     return root / name, psutil.Process(int(pid))
@@ -263,8 +198,7 @@ def test_the_next_start_removes_what_a_killed_run_left(tmp_path: Path) -> None:
 
 def test_a_guard_removes_what_a_killed_run_left(tmp_path: Path) -> None:
     left, model = killed_run(tmp_path, "/somewhere/triton_python_backend_stub", "guarded")
-    until(lambda: not is_alive(model))
-    until(lambda: not left.exists())
+    until(lambda: not is_alive(model) and not left.exists())
     assert not list(SHARED_MEMORY.glob(f"{shared_memory_prefix(left)}*"))
 
 
@@ -308,18 +242,135 @@ def test_runs_that_start_and_end_at_the_same_time_do_not_remove_each_other(tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
-def test_a_folder_of_runs_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
+def test_a_folder_of_runs_that_cannot_be_used_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with (
-        pytest.raises(ServerError, match=r"cannot create .*file/runs .*TMPDIR"),
-        run_folder(tmp_path / "file" / "runs"),
+    open_to_all = tmp_path / "runs"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    for root, message in (
+        (tmp_path / "file" / "runs", r"cannot create .*file/runs .*TMPDIR"),
+        (open_to_all, r"other users can write to.*TMPDIR"),
     ):
-        pass
+        with pytest.raises(ServerError, match=message), run_folder(root):
+            pass
 
 
-def test_a_folder_of_runs_that_others_can_write_to_is_rejected(tmp_path: Path) -> None:
-    root = tmp_path / "runs"
-    root.mkdir()
-    root.chmod(0o777)
-    with pytest.raises(ServerError, match=r"other users can write to.*TMPDIR"), run_folder(root):
-        pass
+@pytest.fixture
+def lifeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lifeline]:
+    monkeypatch.setenv(RUN_VARIABLE, str(tmp_path))
+    created = Lifeline("lmm")
+    yield created
+    created.close()
+
+
+def _once(error: Exception, function: Any) -> tuple[Any, threading.Event]:
+    """Return a function that raises an error at its first call, and an event that is set then."""
+    failed = threading.Event()
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        if not failed.is_set():
+            failed.set()
+            raise error
+        return function(*arguments, **options)
+
+    return call, failed
+
+
+def test_a_look_or_a_thread_that_fails_is_repeated(
+    lifeline: Lifeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drained: list[float] = []
+    lifeline.on_drain(drained.append)
+    look, failed = _once(OSError(errno.EMFILE, "no file is left"), draining.seconds_left)
+    monkeypatch.setattr(draining, "seconds_left", look)
+    assert failed.wait(30)
+    start, failed = _once(RuntimeError("can't start new thread"), threading.Thread)
+    monkeypatch.setattr(threading, "Thread", start)
+    draining.begin(tmp_path, seconds=50)
+    assert failed.wait(30)
+    until(lambda: draining.unfinished(tmp_path) == [])
+    assert len(drained) == 1
+
+
+def test_a_model_that_is_loaded_while_the_server_stops_drains_as_well(
+    lifeline: Lifeline, tmp_path: Path
+) -> None:
+    assert draining.seconds_left(tmp_path) is None
+    draining.begin(tmp_path, seconds=-1)
+    assert draining.seconds_left(tmp_path) == 0, "never negative"
+    until(lambda: lifeline.draining)
+    drained: list[float] = []
+    lifeline.on_drain(drained.append)
+    until(lambda: draining.unfinished(tmp_path) == [])
+    assert len(drained) == 1
+
+
+SEALED = """
+import time
+from vlora.serving import model_process
+def fail(folder):
+    raise PermissionError("the memory belongs to another user")
+model_process.release_shared_memory = fail
+model_process.Lifeline("lmm")
+print("watching", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_model_ends_with_its_server_even_if_the_shared_memory_cannot_be_released(
+    tmp_path: Path,
+) -> None:
+    with python(SERVER, SEALED, **{RUN_VARIABLE: str(tmp_path)}) as server:
+        model = psutil.Process(int(line(server)))
+        assert line(server) == "watching"
+        server.kill()
+        until(lambda: not is_alive(model), 30)
+
+
+@pytest.mark.parametrize(
+    ("program", "environment"), [("nul\0", {}), ("true", {"A": 1}), ("missing", {})]
+)
+def test_whatever_keeps_a_process_from_starting_is_raised(
+    program: str, environment: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised: list[BaseException] = []
+
+    def start() -> None:
+        try:
+            start_tied([program], environment, None)
+        except BaseException as error:
+            raised.append(error)
+
+    if program == "missing":
+        monkeypatch.setattr(sys, "executable", "/missing")
+    thread = threading.Thread(target=start, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert isinstance(raised[0], OSError | TypeError | ValueError)
+
+
+def test_a_gateway_that_cannot_be_started_for_the_moment_is_started_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[int] = []
+    said: list[str] = []
+    started = threading.Event()
+
+    def start(*_: Any) -> subprocess.Popen[bytes]:
+        calls.append(len(calls))
+        if len(calls) == 2:
+            raise BlockingIOError(errno.EAGAIN, "no process is left")
+        seconds = 60 if len(calls) == 3 else 0
+        process = subprocess.Popen(["sleep", str(seconds)])
+        if seconds:
+            started.set()
+        return process
+
+    monkeypatch.setattr(gateway_process, "start_tied", start)
+    monkeypatch.setattr(gateway_process, "FIRST_WAIT_SECONDS", 0.01)
+    with GatewayProcess("127.0.0.1", 0, None, said.append) as gateway:
+        gateway.start("127.0.0.1:1", "http://127.0.0.1:2")
+        assert started.wait(30)
+        assert "the gateway cannot be started: no process is left" in said
+        until(lambda: gateway._process is not None and gateway._process.poll() is None)

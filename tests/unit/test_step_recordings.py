@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,22 +24,12 @@ from vlora.model.step_recordings import MAX_RECORDINGS, RecordingKey, StepRecord
 from vlora.model.switcher import Active
 
 
-class FakePlan:
-    """A plan that counts the recordings that are repeated with it."""
-
-    def __init__(self) -> None:
-        self.repeated: list[Any] = []
-
-    def repeat(self, recording: Any, rotary: Rotary, segments: Segments) -> None:
-        self.repeated.append(recording)
-
-
 class Steps:
     """The recordings, and a product in place of the layers of a step."""
 
     def __init__(self, matrix: ops.Matrix) -> None:
         self.recordings = StepRecordings()
-        self.plan = FakePlan()
+        self.plan = Mock(AttentionPlan)
         self.computed = 0
         self.out: torch.Tensor | None = torch.empty(2, matrix.shape[0])
         self._matrix = matrix
@@ -46,14 +37,9 @@ class Steps:
         self._active = Active(-1, ())
 
     def run(self, key: int = 0) -> None:
-        self.recordings.run(
-            RecordingKey(2, key, (), ()),
-            self._active,
-            cast(AttentionPlan, self.plan),
-            cast(Rotary, None),
-            Segments(),
-            self._compute,
-        )
+        key_of_step = RecordingKey(2, key, (), ())
+        rotary, segments = cast(Rotary, None), Segments()
+        self.recordings.run(key_of_step, self._active, self.plan, rotary, segments, self._compute)
 
     def _compute(self) -> None:
         self.computed += 1
@@ -76,8 +62,8 @@ def test_a_step_is_recorded_once_and_then_repeated(make: Any) -> None:
     for _ in range(3):
         steps.run()
     assert steps.computed == 1
-    assert steps.recordings.repeated == len(steps.plan.repeated) == 2
-    assert len(steps.plan.repeated[0]) == 1
+    assert steps.recordings.repeated == steps.plan.repeat.call_count == 2
+    assert len(steps.plan.repeat.call_args.args[0]) == 1
     steps.run(key=1)
     assert steps.computed == 2
 

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import fcntl
-import importlib.util
 import json
 import os
 import signal
 import socket
 import termios
-import threading
-import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,14 +19,14 @@ import pytest
 import regex
 from tokenizers import Tokenizer, normalizers
 from tokenizers.models import BPE
-from transformers import AutoTokenizer
 
 from benchmarks.structured import grammars_of as grammars_of_size
 from benchmarks.structured import make_tokenizer, measure_grammar
 from tests.support.grammars import HOSTILE
+from tests.support.polling import until
 from tests.support.processes import children_that_run
 from vlora.config import Limits
-from vlora.errors import InvalidArgument, Unavailable, Unsupported, VLoraError
+from vlora.errors import InvalidArgument, Unavailable, VLoraError
 from vlora.metrics import GrammarCounters
 from vlora.model.tokenizer import Vocabulary
 from vlora.structured import messages
@@ -41,18 +37,6 @@ from vlora.structured.worker import Speller
 
 EOS = 2
 LIMITS = Limits()
-PATIENCE = 30.0
-"""Seconds after which a test stops waiting."""
-
-
-@pytest.fixture(scope="module")
-def tokenizer(checkpoint: Path) -> Any:
-    return AutoTokenizer.from_pretrained(checkpoint)
-
-
-@pytest.fixture(scope="module")
-def vocabulary(tokenizer: Any) -> Vocabulary:
-    return Vocabulary(tokenizer)
 
 
 def grammars_of(tokenizer: Any, limits: Limits = LIMITS) -> Grammars:
@@ -76,11 +60,7 @@ def workers() -> list[psutil.Process]:
 
 def settle(matcher: Matcher) -> Matcher:
     """Wait until the next mask of a matcher is there, or it has stopped or failed."""
-    deadline = time.monotonic() + PATIENCE
-    while not matcher.ready:
-        assert time.monotonic() < deadline
-        matcher.grammar.receive()
-        time.sleep(1e-4)
+    until(lambda: matcher.grammar.receive() or matcher.ready, pause=1e-4)
     return matcher
 
 
@@ -191,13 +171,13 @@ def test_many_masks_are_computed_before_the_engine_takes_one(tokenizer: Any) -> 
         grammar.open()
     assert grammar.file is not None
     expected = answers * (messages.REPLY.size + rows // 32 * 4)
-    waiting, deadline = 0, time.monotonic() + PATIENCE
-    while waiting < expected and time.monotonic() < deadline:
-        given = fcntl.ioctl(grammar.file, termios.FIONREAD, bytes(4))
-        waiting = int.from_bytes(given, "little")
-        time.sleep(0.01)
+
+    def waiting() -> int:
+        return int.from_bytes(fcntl.ioctl(grammar.file, termios.FIONREAD, bytes(4)), "little")
+
+    until(lambda: waiting() >= expected)
+    assert waiting() == expected
     grammars.close()
-    assert waiting == expected
 
 
 def test_a_vocabulary_as_large_as_qwen2s_fits_the_limits() -> None:
@@ -229,15 +209,8 @@ def test_an_answer_that_nothing_continues_is_stopped(grammars: Grammars, tokeniz
 
 def test_requests_with_the_same_structure_share_one_process(grammars: Grammars) -> None:
     structure = Structure("json", '{"type": "object"}')
-    results: list[Grammar] = []
-    threads = [
-        threading.Thread(target=lambda: results.append(grammars.acquire(structure)))
-        for _ in range(6)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(6) as threads:
+        results = list(threads.map(grammars.acquire, [structure] * 6))
     assert len(set(map(id, results))) == 1
     matchers = [result.open() for result in results]
     masks = [allowed(matcher) for matcher in matchers]
@@ -254,17 +227,10 @@ def test_only_some_idle_grammars_are_kept(tokenizer: Any) -> None:
     for index in range(MAX_IDLE + 4):
         structure = Structure("regex", f"a{{{index + 1}}}")
         grammars.release(structure, grammars.acquire(structure))
-    (server,) = workers_of_another(grammars)
-    deadline = time.monotonic() + PATIENCE
-    while len(server.children()) > MAX_IDLE:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    grammars.close()
-
-
-def workers_of_another(grammars: Grammars) -> list[psutil.Process]:
     assert grammars._server is not None
-    return [psutil.Process(grammars._server._process.pid)]
+    server = psutil.Process(grammars._server._process.pid)
+    until(lambda: len(server.children()) <= MAX_IDLE)
+    grammars.close()
 
 
 def test_too_many_structures_in_use_are_refused_and_idle_ones_make_room(tokenizer: Any) -> None:
@@ -306,14 +272,6 @@ def test_a_structure_longer_than_the_limit_is_refused(grammars: Grammars) -> Non
         grammars.acquire(Structure("regex", "a" * 65537))
 
 
-def test_a_server_without_the_package_says_what_to_install(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(Unsupported, match=r"needs the package llguidance.*vlora\[structured\]"):
-        grammars_of(tokenizer).acquire(Structure("regex", "a"))
-
-
 def test_compiling_for_ever_ends_with_the_limit_and_ordinary_structures_pass(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,28 +283,23 @@ def test_compiling_for_ever_ends_with_the_limit_and_ordinary_structures_pass(
     limits = replace(LIMITS, max_grammar_seconds=0.6, max_grammar_memory=4 * 1024**3)
     grammars = grammars_of(tokenizer, limits)
     endless = Structure("grammar", HOSTILE["terminals that double"].text)
-    errors: list[VLoraError] = []
 
-    def attempt(index: int) -> None:
+    def attempt(index: int) -> VLoraError:
         with pytest.raises(VLoraError) as raised:
             grammars.acquire(replace(endless, text=f"{endless.text}\n// {index}"))
-        errors.append(raised.value)
+        return raised.value
 
-    threads = [threading.Thread(target=attempt, args=(index,)) for index in range(6)]
-    for thread in threads:
-        thread.start()
-    for index in range(10):
-        grammar = grammars.acquire(Structure("regex", f"a{index}"))
-        spell(grammar.open(), tokenizer, f"a{index}")
-    for thread in threads:
-        thread.join()
-    messages = sorted({error.message for error in errors})
-    assert any("needs more than 0.6 s of processor time" in message for message in messages)
+    with ThreadPoolExecutor(6) as threads:
+        attempts = threads.map(attempt, range(6))
+        for index in range(10):
+            grammar = grammars.acquire(Structure("regex", f"a{index}"))
+            spell(grammar.open(), tokenizer, f"a{index}")
+        errors = list(attempts)
+    assert any("needs more than 0.6 s of processor time" in error.message for error in errors)
     assert all(
         isinstance(error, InvalidArgument) or "large grammars are being compiled" in error.message
         for error in errors
     )
-    assert len(errors) == 6
     grammars.close()
 
 
@@ -376,15 +329,6 @@ def test_the_error_names_the_limit_that_a_process_exceeded() -> None:
         assert isinstance(error_of(code, 2.0, 9), InvalidArgument)
     assert error_of(1, 2.0, 9).code == "INTERNAL"
     assert error_of(None, 2.0, 9).code == "UNAVAILABLE"
-
-
-def test_the_processes_load_no_torch() -> None:
-    import subprocess
-    import sys
-
-    code = "import sys, vlora.structured.worker; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
 
 
 def test_json_has_bounded_white_space(

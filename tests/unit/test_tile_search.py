@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -99,15 +100,13 @@ def test_shapes_of_one_key_are_profiled_once_at_the_end_of_their_bucket() -> Non
 
 def test_the_best_tile_of_each_shape_is_found(tmp_path: Path) -> None:
     machine = Machine()
-    entries = list(
-        search(machine, SPACE.shapes(machine.key), state(tmp_path), rounds=5, clock=CLOCK)
-    )
-    assert {entry["shape"]["rows"]: entry["config"]
-        for entry in entries
+    shapes = SPACE.shapes(machine.key)
+    found = {
+        entry["shape"]["rows"]: entry["config"]
+        for entry in search(machine, shapes, state(tmp_path), rounds=5, clock=CLOCK)
         if entry["shape"]["operation"] == "apply"
-    } == {
-        1: "small", 2: "small", 4: "small", 8: "small", 16: "small", 32: "large", 64: "large",
-    }  # fmt: skip
+    }
+    assert found == dict.fromkeys((1, 2, 4, 8, 16), "small") | {32: "large", 64: "large"}
 
 
 def test_an_interrupted_search_resumes_where_it_stopped(tmp_path: Path) -> None:
@@ -146,20 +145,11 @@ def test_state_of_another_device_is_discarded(tmp_path: Path) -> None:
 
 
 def test_a_clearly_slower_tile_is_dropped_early() -> None:
-    calls = {"good": 0, "bad": 0}
-
-    def good() -> None:
-        calls["good"] += 1
-        spin(500)()
-
-    def bad() -> None:
-        calls["bad"] += 1
-        spin(5000)()
-
+    good, bad = Mock(side_effect=spin(500)), Mock(side_effect=spin(5000))
     found = profile({"good": good, "bad": bad}, rounds=9, warm=False, clock=CLOCK)
     assert found.best == "good"
     assert found.finalists == ("good",)
-    assert calls["bad"] == 2  # One call warms up and one determines the sample size.
+    assert bad.call_count == 2  # One call warms up and one determines the sample size.
 
 
 def test_the_choice_considers_hot_and_cold_times() -> None:
@@ -236,14 +226,8 @@ def test_the_device_is_read_from_linux(tmp_path: Path) -> None:
 
 
 def test_sides_of_a_checkpoint_combine_targets_that_share_an_input(tmp_path: Path) -> None:
-    config = {
-        "text_config": {
-            "hidden_size": 64,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "intermediate_size": 96,
-        }
-    }
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = {"text_config": sizes | {"intermediate_size": 96}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert sides_of(tmp_path) == ((64, 128), (64, 64), (64, 192), (96, 64))
     (tmp_path / "config.json").write_text("{}")

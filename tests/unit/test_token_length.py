@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-import threading
 import unicodedata
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from vlora.errors import InvalidArgument
 from vlora.model.decoder_config import load_config
@@ -138,9 +138,8 @@ def test_a_prompt_that_cannot_fit_is_refused_without_tokenizing_it(reader: Promp
 
 
 def test_threads_that_tokenize_at_once_get_the_tokenizers_own_ids(
-    reader: PromptReader, checkpoint: Path
+    reader: PromptReader, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     prompts = [
         "",
         "a",
@@ -150,17 +149,9 @@ def test_threads_that_tokenize_at_once_get_the_tokenizers_own_ids(
         "<box>(16,47)" * 50,
     ]
     expected = [tokenizer(p, add_special_tokens=not p.startswith("<s>")).input_ids for p in prompts]
-    faults: list[object] = []
 
-    def tokenize() -> None:
-        for _ in range(20):
-            found = [reader._tokenize(prompt) for prompt in prompts]
-            if found != expected:
-                faults.append(found)
+    def tokenize(_: int) -> bool:
+        return [reader._tokenize(prompt) for prompt in prompts] == expected
 
-    threads = [threading.Thread(target=tokenize) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not faults
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(tokenize, range(160)))

@@ -7,14 +7,13 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.polling import until
+from tests.support.small_adapter import edit_config, edit_tensors
 from vlora.adapters.catalog import FolderFinder, stamp_of
 from vlora.adapters.files import describe_adapter, load_adapter
 from vlora.adapters.handle import AdapterHandle, version_of
@@ -29,9 +28,6 @@ from vlora.offline.premerge import check_hot
 from vlora.request import ImageFeatures, Request
 from vlora.sampling import SamplingParams
 from vlora.vision.adapters import VisionAdapters
-from vlora.vision.encoder import VisionEncoder
-from vlora.vision.features import EncoderService, FeatureCache
-from vlora.vision.images import DecodedImage
 
 WEIGHTS = "adapter_model.safetensors"
 LAYER = "vision_tower.encoder.layers.0.mlp.fc1"
@@ -57,17 +53,6 @@ def write(folder: Path, shape: ModelShape, seed: int = 0, prefix: str = "model."
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["fc1", "linear_2"]}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
-
-
-def configure(folder: Path, **changes: Any) -> None:
-    file = folder / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
-def change(folder: Path, key: str, value: torch.Tensor) -> None:
-    tensors = load_file(folder / WEIGHTS)
-    (full,) = (name for name in tensors if key in name)
-    save_file(tensors | {full: value}, folder / WEIGHTS)
 
 
 @pytest.fixture
@@ -105,81 +90,6 @@ def test_a_part_that_exceeds_the_budget_is_used_and_not_kept(root: Path, shape: 
     assert first.digest == second.digest
 
 
-def test_folders_are_added_replaced_and_removed(
-    adapters: VisionAdapters, root: Path, tmp_path: Path, shape: ModelShape
-) -> None:
-    before = adapters.part("seeing")
-    assert before is not None
-    write(tmp_path / "new", shape, seed=1).rename(root / "new")
-    assert until(lambda: adapters.part("new")).digest != before.digest  # type: ignore[union-attr]
-    change(root / "seeing", f"{LAYER}.lora_B", torch.zeros(shape.vision()[LAYER][0], 2))
-
-    def replaced() -> bool:
-        part = adapters.part("seeing")
-        return part is not None and part.version != before.version
-
-    until(replaced)
-    shutil.rmtree(root / "seeing")
-    until(lambda: adapters.part("seeing") is None)
-
-
-def test_a_broken_part_is_the_error_of_its_adapter(
-    adapters: VisionAdapters, root: Path, shape: ModelShape
-) -> None:
-    write(root / "bad", shape)
-    change(
-        root / "bad",
-        f"{CONNECTOR}.lora_A",
-        torch.full((2, shape.vision()[CONNECTOR][1]), torch.nan),
-    )
-
-    def error() -> str:
-        try:
-            assert adapters.part("bad") is None
-        except InvalidArgument as found:
-            return str(found)
-        return ""
-
-    assert "adapter 'bad': adapter_model.safetensors has NaN or Inf in" in until(error)
-    assert adapters.part("seeing") is not None
-
-
-def test_features_are_keyed_by_the_content_of_the_part(
-    checkpoint: Path, adapters: VisionAdapters, root: Path, shape: ModelShape, tmp_path: Path
-) -> None:
-    """A copy of an adapter under another name shares its features; `plain` shares the base's."""
-    write(tmp_path / "copy", shape, prefix="").rename(root / "copy")
-    until(lambda: adapters.part("copy"))
-    service = EncoderService(VisionEncoder(checkpoint, 1), FeatureCache(1 << 24))
-    image = DecodedImage(np.random.default_rng(0).integers(0, 256, (9, 9, 3), np.uint8))
-    names = (None, "plain", "seeing", "copy")
-    of_base, of_plain, of_seeing, of_copy = service.run(
-        [[image]] * 4, [adapters.part(name) for name in names]
-    )
-    assert service.counters.misses == 2
-    assert of_base.digests == of_plain.digests != of_seeing.digests == of_copy.digests
-    assert not np.allclose(of_base.features, of_seeing.features, atol=0.01)
-    assert np.array_equal(of_seeing.features, of_copy.features)
-    (again,) = service.run([[image]])
-    assert np.array_equal(again.features, of_base.features)
-
-
-@pytest.mark.parametrize(
-    ("key", "shape_of_a", "reason"),
-    [
-        (f"{LAYER}.lora_A", (2, 3), "they must be (2, "),
-        (f"{LAYER}.lora_B", (5, 2), "they must be (2, "),
-    ],
-)
-def test_a_part_of_the_wrong_shape_is_refused(
-    root: Path, shape: ModelShape, key: str, shape_of_a: tuple[int, int], reason: str
-) -> None:
-    change(write(root / "x", shape), key, torch.ones(shape_of_a))
-    with pytest.raises(InvalidArgument, match="adapter 'x'") as caught:
-        describe_adapter("x", root / "x", shape)
-    assert reason in str(caught.value)
-
-
 def test_matrices_that_are_no_linear_layers_are_refused(root: Path, shape: ModelShape) -> None:
     """An adapter of any other matrix would fail the batch that its images are encoded in."""
     write(root / "x", shape)
@@ -189,9 +99,10 @@ def test_matrices_that_are_no_linear_layers_are_refused(root: Path, shape: Model
         adapters.part("x")
     adapters.close()
     table = "vision_tower.embeddings.position_embedding"
-    tensors = load_file(root / "x" / WEIGHTS)
-    renamed = {key.replace(LAYER, table): value for key, value in tensors.items()}
-    save_file(renamed, root / "x" / WEIGHTS)
+    for key in load_file(root / "x" / WEIGHTS):
+        edit_tensors(
+            root / "x", lambda t, key=key: t.update({key.replace(LAYER, table): t.pop(key)})
+        )
     with pytest.raises(InvalidArgument, match=f"{table}.*, which is not a linear layer"):
         describe_adapter("x", root / "x", shape)
 
@@ -223,10 +134,10 @@ def test_what_needs_features_before_the_adapter_is_known_is_refused(
     root: Path, shape: ModelShape
 ) -> None:
     folder = write(root / "x", shape)
-    configure(folder, alora_invocation_tokens=[1])
+    edit_config(folder, alora_invocation_tokens=[1])
     with pytest.raises(InvalidArgument, match="alora_invocation_tokens, which cannot be used with"):
         load_adapter("x", folder, shape)
-    configure(folder, alora_invocation_tokens=None)
+    edit_config(folder, alora_invocation_tokens=None)
     skill = {"name": "s", "task": "vqa", "accuracy": 0.5, "words": ["a"]}
     (folder / "vlora.json").write_text(json.dumps({"skills": [skill]}))
     with pytest.raises(InvalidArgument, match=r"vlora\.json has 'skills', which cannot"):
@@ -273,6 +184,6 @@ def test_only_plain_parts_are_converted_and_none_is_premerged(
     base = BaseWeights(checkpoint, config)
     convert(folder, root / "out", shape, base, ConversionLimits())
     assert load_adapter("out", root / "out", shape).info.digest == expected
-    configure(folder, init_lora_weights="pissa")
+    edit_config(folder, init_lora_weights="pissa")
     with pytest.raises(InvalidArgument, match="connector by pissa, which is converted for the"):
         convert(folder, root / "none", shape, base, ConversionLimits())

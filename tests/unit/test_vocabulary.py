@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from vlora.model.tokenizer import TextStream, Vocabulary
-
-
-@pytest.fixture(scope="module")
-def tokenizer(checkpoint: Path) -> PreTrainedTokenizerFast:
-    return AutoTokenizer.from_pretrained(checkpoint)
-
-
-@pytest.fixture(scope="module")
-def vocabulary(tokenizer: PreTrainedTokenizerFast) -> Vocabulary:
-    return Vocabulary(tokenizer)
 
 
 def stream_of(

@@ -10,32 +10,23 @@ from vlora.cli.common import Command, Group
 HERE = Path(__file__).parent
 CHECKPOINT = HERE / "checkpoint"
 ADAPTERS = HERE / "adapters"
-WORK = Path("out/demo-training")
 
 app = typer.Typer(cls=Group, help=__doc__, no_args_is_help=True, add_completion=False)
 Out = Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Output folder.")]
 Base = Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of the base checkpoint.")]
-Work = Annotated[Path, typer.Option(metavar="FOLDER", help="Training state, to resume from.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Run only a few steps, as a test.")]
 Threads = Annotated[int, typer.Option(help="CPU threads; rendering uses one more process.")]
 
 
 @app.command(cls=Command)
-def build(out: Out, seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0) -> None:
-    """Write an untrained but complete checkpoint, in seconds."""
-    from tools.demo.build import build as build_checkpoint
+def train(out: Out = CHECKPOINT, quick: Quick = False, threads: Threads = 1) -> None:
+    """Train the base model in about 55 minutes on one core."""
+    import torch
 
-    typer.echo(build_checkpoint(out, seed))
-
-
-@app.command(cls=Command)
-def train(
-    out: Out = CHECKPOINT, work: Work = WORK, quick: Quick = False, threads: Threads = 1
-) -> None:
-    """Train the base model in about 55 minutes on one core. An interrupted run resumes."""
     from tools.demo.train import train_base
 
-    train_base(out, work / "quick" if quick else work, quick, threads)
+    torch.set_num_threads(threads)
+    train_base(out, quick)
 
 
 @app.command(cls=Command)
@@ -45,12 +36,10 @@ def adapters(
     ] = None,
     checkpoint: Base = CHECKPOINT,
     out: Out = ADAPTERS,
-    work: Work = WORK,
     quick: Quick = False,
     threads: Threads = 1,
 ) -> None:
-    """Train the adapters on the trained base, one to five minutes each. An interrupted run
-    resumes."""
+    """Train the adapters on the trained base, one to five minutes each."""
     import torch
 
     from tools.demo.recipes import RECIPES
@@ -60,8 +49,7 @@ def adapters(
     for name in names or list(RECIPES):
         if name not in RECIPES:
             raise typer.BadParameter(f"unknown adapter '{name}'; known: {', '.join(RECIPES)}")
-        state = work / "quick" if quick else work
-        train_adapter(name, checkpoint, out / name, state, 0.01 if quick else 1)
+        train_adapter(name, checkpoint, out / name, 0.01 if quick else 1)
 
 
 @app.command(cls=Command)

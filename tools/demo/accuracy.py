@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,13 +24,12 @@ from rich.progress import track
 from rich.table import Table
 
 from clients.common import first_string, request_inputs, sampling_parameters
+from tools.demo.build import CHECKPOINT
 from tools.demo.heldout import DOMAINS, Item, adapter_of, is_right, items, png
 from tools.demo.scenes import SIDE
 from vlora.cli.common import run_command
 from vlora.launcher.repository import ServerOptions
 from vlora.launcher.server import TritonServer
-
-CHECKPOINT = Path(__file__).with_name("checkpoint")
 
 GREY = png(np.full((SIDE, SIDE, 3), 128, np.uint8))
 ITEMS, BLIND_ITEMS = 200, 100
@@ -118,16 +117,6 @@ def evaluate(checkpoint: Path, adapters: Path) -> None:
             about_file.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
 
 
-@contextmanager
-def server_at(url: str | None, dtype: str) -> Iterator[str]:
-    """Yield the given address, or the address of a server that runs while the context is open."""
-    if url is not None:
-        yield url
-        return
-    with TritonServer(ServerOptions(model_json={"dtype": dtype})) as server:
-        yield server.grpc_url
-
-
 def main(
     url: Annotated[
         str | None, typer.Option(help="gRPC address of a server. Default: start one.")
@@ -139,8 +128,11 @@ def main(
     """Compare a server's accuracies on the held-out set with the model card's."""
     card = json.loads((CHECKPOINT / "accuracy.json").read_text(encoding="utf-8"))
     asked = [item for domain in card for item in items(domain, card[domain]["n"])]
-    with server_at(url, dtype) as address:
-        answers = iter(ask_all(address, asked))
+    with ExitStack() as stack:
+        if url is None:
+            server = TritonServer(ServerOptions(model_json={"dtype": dtype}))
+            url = stack.enter_context(server).grpc_url
+        answers = iter(ask_all(url, asked))
     table, far = Table("domain", "items", "server", "card"), []
     for domain, entry in card.items():
         count = entry["n"]
@@ -149,8 +141,14 @@ def main(
         table.add_row(domain, str(count), f"{reached:.3f}", f"{expected:.3f}")
         if abs(reached - expected) > HALF_A_POINT + 1e-9:
             far.append(f"{domain} ({reached - expected:+.3f})")
-    Console().print(table)
-    Console().print(f"more than half a point from the card: {', '.join(far) or 'no domain'}")
+    conclude(table, far, "the card")
+
+
+def conclude(table: Table, far: Sequence[str], source: str) -> None:
+    """Print a comparison with `source`, and exit with 1 if accuracies are far from it."""
+    console = Console()
+    console.print(table)
+    console.print(f"more than half a point from {source}: {', '.join(far) or 'none'}")
     if far:
         raise typer.Exit(1)
 

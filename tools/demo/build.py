@@ -17,10 +17,6 @@ from transformers import (
 )
 
 CHECKPOINT = Path(__file__).with_name("checkpoint")
-OTHERS = (
-    "chat_template.jinja", "tokenizer.json", "tokenizer_config.json", "preprocessor_config.json",
-    "processor_config.json",
-)  # fmt: skip
 PATCH_SIZE, IMAGE_TOKENS = 8, 64
 HIDDEN = 192
 SHARD_LIMIT = "7MB"
@@ -50,8 +46,9 @@ def save_checkpoint(folder: Path, model: LlavaForConditionalGeneration) -> None:
     for stale in folder.glob("model*.safetensors*"):
         stale.unlink()
     if folder.resolve() != CHECKPOINT.resolve():
-        for name in OTHERS:
-            shutil.copyfile(CHECKPOINT / name, folder / name)
+        for pattern in ("chat_template.jinja", "tokenizer*.json", "*processor_config.json"):
+            for path in CHECKPOINT.glob(pattern):
+                shutil.copyfile(path, folder / path.name)
     stored = LlavaForConditionalGeneration(model.config).to(torch.float16)
     stored.load_state_dict(model.state_dict())
     stored.generation_config = GenerationConfig.from_pretrained(CHECKPOINT)

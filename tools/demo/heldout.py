@@ -33,7 +33,6 @@ class Item:
     adapter: adapter of the domain.
     images, frames: PNG files of 64x64 pixels.
     boxes: if the question asks for boxes, the true ones in pixels, unrounded.
-    choices: if set, the answer is one of them.
     kind: skill that the question tests.
     """
 
@@ -46,14 +45,11 @@ class Item:
     text: str
     answer: str
     boxes: list[Box] | None
-    choices: list[str] | None
     kind: str
 
 
 def items(domain: str, n: int, start: int = 0) -> list[Item]:
     """Return items `start` to `start + n - 1` of a domain."""
-    if domain not in DOMAINS:
-        raise ValueError(f"unknown domain '{domain}'; known domains are {', '.join(DOMAINS)}")
     return [_item(domain, index) for index in range(start, start + n)]
 
 
@@ -103,7 +99,6 @@ def _item(domain: str, index: int) -> Item:
         text=question.text,
         answer=question.answer,
         boxes=boxes,
-        choices=(list(RECIPES[adapter].choices) or None) if adapter else None,
         kind=question.kind,
     )
 

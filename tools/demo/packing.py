@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from tools.demo.build import IMAGE_TOKENS, make_tokenizer
 from tools.demo.questions import Question
-from vlora.vision.prompts import PLACEHOLDER, ChatTemplate, render
+from vlora.vision.chat_template import PLACEHOLDER, ChatTemplate
+from vlora.vision.prompts import render
 
 FRONT, PADDING = 0, -1
 """Values of `Pack.branches` in the prefix and in the padding."""

@@ -34,14 +34,12 @@ class Recipe:
     """Training of an adapter. Its ranks, targets and labels stand in its committed folder.
 
     rows: number of samples in a batch.
-    choices: answers that a client may ask for.
     """
 
     domains: dict[str, Sampler]
     steps: int
     rows: int = 48
     learning_rate: float = 3e-3
-    choices: tuple[str, ...] = ()
 
 
 def _about(
@@ -100,5 +98,5 @@ RECIPES: dict[str, Recipe] = {
     "counting": Recipe(_COUNTING, 210),
     "textures": Recipe(_TEXTURES, 160),
     "defects": Recipe({"defects": _defect}, 300, learning_rate=1e-3),
-    "inspection": Recipe({"inspection": _inspection}, 150, choices=lexicon.CONDITIONS),
+    "inspection": Recipe({"inspection": _inspection}, 150),
 }

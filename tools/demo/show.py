@@ -37,8 +37,10 @@ from clients.common import (
 from clients.frames import VideoFile, encode_frame
 from tools.demo.boxes import GRID, parse_boxes
 from tools.demo.heldout import boxes_match
-from tools.demo.pictures import Caption, sheet, tile
+from tools.demo.pictures import INK, RIGHT, WRONG, draw_answer
 from tools.demo.scenes import Pixels
+from vlora.errors import ServerError
+from vlora.launcher.server import TritonServer
 
 SAMPLES = Path(__file__).with_name("samples")
 STREAMED = {"vqa", "caption"}
@@ -85,19 +87,15 @@ class Answer:
         return self.text if self.score is None else f"{self.text} (head: {self.score:.2f})"
 
 
-def load_samples(folder: Path) -> list[Sample]:
-    """Return the samples of `folder`. Raise ClientError if it has none."""
-    index = folder / "index.json"
-    if not index.is_file():
-        raise ClientError(f"there are no samples in {folder}: it has no index.json")
-    return [_load(folder, entry) for entry in json.loads(index.read_text())]
+def load_samples() -> list[Sample]:
+    return [_load(entry) for entry in json.loads((SAMPLES / "index.json").read_text())]
 
 
-def _load(folder: Path, entry: dict[str, Any]) -> Sample:
+def _load(entry: dict[str, Any]) -> Sample:
     video = entry.pop("video", None)
-    images = [folder / name for name in entry.pop("images", ())]
+    images = [SAMPLES / name for name in entry.pop("images", ())]
     if video is not None:
-        frames = next(VideoFile(folder / video, FRAMES).chunks()).frames
+        frames = next(VideoFile(SAMPLES / video, FRAMES).chunks()).frames
         files = [encode_frame(frame, "PNG") for frame in frames]
     else:
         frames = [np.array(Image.open(path).convert("RGB"), np.uint8) for path in images]
@@ -148,23 +146,13 @@ def server_at(url: str, console: Console) -> Iterator[Any]:
             console.print(f"using the server at {url}")
         except ClientError:
             console.print(f"no server at {url}: starting one, for about 10 seconds")
-            with console.status("starting the server …"):
-                client = connect(stack.enter_context(_own_server()), "video_analytics")
+            try:
+                address = stack.enter_context(TritonServer()).grpc_url
+            except ServerError as error:
+                raise ClientError(str(error)) from None
+            client = connect(address, "video_analytics")
         stack.callback(client.close)
         yield client
-
-
-@contextmanager
-def _own_server() -> Iterator[str]:
-    """Yield the gRPC address of a new server of the demo model."""
-    from vlora.errors import ServerError
-    from vlora.launcher.server import TritonServer
-
-    try:
-        with TritonServer() as server:
-            yield server.grpc_url
-    except ServerError as error:
-        raise ClientError(str(error)) from None
 
 
 def table_of(samples: Sequence[Sample], answers: Sequence[Answer]) -> Table:
@@ -203,41 +191,32 @@ def in_words(text: str) -> str:
     return TAGGED.sub(sentence, text)
 
 
-def draw(samples: Sequence[Sample], answers: Sequence[Answer], out: Path) -> Path:
-    """Write a picture of each sample and a sheet of all pictures. Return the sheet's path."""
+def draw(samples: Sequence[Sample], answers: Sequence[Answer], out: Path) -> None:
+    """Write a picture of each sample."""
     out.mkdir(parents=True, exist_ok=True)
-    tiles = []
     for sample, answer in zip(samples, answers, strict=True):
-        asked = (sample.task, sample.adapter or "base", sample.prompt)
-        caption = Caption(
-            asked=" · ".join(filter(None, asked)),
-            label=answer.text,
-            answer=in_words(answer.shown),
-            expected=in_words(sample.expected),
-            right=is_right(sample.expected, answer.text),
-        )
-        tiles.append(tile(sample.frames, answer.objects, caption))
-        tiles[-1].save(out / f"{sample.name}.png")
-    page = out / "demo.png"
-    sheet(tiles).save(page)
-    return page
+        asked = " · ".join(filter(None, (sample.task, sample.adapter or "base", sample.prompt)))
+        right = is_right(sample.expected, answer.text)
+        texts = [(asked, INK), (f"answer: {in_words(answer.shown)}", RIGHT if right else WRONG)]
+        if not right:
+            texts.append((f"expected: {in_words(sample.expected)}", WRONG))
+        draw_answer(sample.frames, answer.objects, texts).save(out / f"{sample.name}.png")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.demo.show", description=__doc__)
     parser.add_argument("--url", default=DEFAULT_URL, help="gRPC address (%(default)s)")
-    parser.add_argument("--samples", type=Path, default=SAMPLES, help="folder with index.json")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the pictures")
     options = parser.parse_args(arguments)
     console = Console()
-    samples = load_samples(options.samples)
+    samples = load_samples()
     with server_at(options.url, console) as client:
         answers = [ask(client, sample) for sample in samples]
     console.print(table_of(samples, answers))
     pairs = zip(samples, answers, strict=True)
     right = sum(is_right(sample.expected, answer.text) for sample, answer in pairs)
-    page = draw(samples, answers, options.out)
-    console.print(f"{right} of {len(samples)} answers are right; pictures: {page}")
+    draw(samples, answers, options.out)
+    console.print(f"{right} of {len(samples)} answers are right; pictures in {options.out}/")
     return int(any(answer.error for answer in answers))
 
 

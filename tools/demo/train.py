@@ -62,7 +62,8 @@ SLOWER = {"tower": 0.3, "heads": 0.3, "connector": 0.1}
 """Factors of the learning rate by module, when the whole model is trained."""
 DENSE_WEIGHT = 0.3
 """Weight of the auxiliary task's loss."""
-SAVE_EVERY_SECONDS, REPORT_EVERY_SECONDS = 120.0, 15.0
+REPORT_EVERY = 20
+"""Number of steps between two lines of progress."""
 READY_BATCHES = 24
 """Number of batches that a worker process prepares in advance."""
 
@@ -118,10 +119,10 @@ def use_fast_attention(model: LlavaForConditionalGeneration) -> None:
     model.model.vision_tower.set_attn_implementation("grouped")
 
 
-def ahead(make: Callable[[int], Any], first: int, last: int) -> Iterable[Any]:
-    """Return make(first), …, make(last - 1), which another process makes in advance."""
+def ahead(make: Callable[[int], Any], count: int) -> Iterable[Any]:
+    """Return make(0), …, make(count - 1), which another process makes in advance."""
     return DataLoader(
-        range(first, last),  # type: ignore[arg-type]
+        range(count),  # type: ignore[arg-type]
         batch_size=None,
         collate_fn=make,
         num_workers=1,
@@ -131,7 +132,7 @@ def ahead(make: Callable[[int], Any], first: int, last: int) -> Iterable[Any]:
 
 
 def run_steps(
-    state: Path,
+    name: str,
     modules: dict[str, nn.Module],
     make: Callable[[int], Any],
     loss_of: Callable[[Any], Tensor],
@@ -144,21 +145,20 @@ def run_steps(
 ) -> None:
     """Train the modules for `steps` steps with AdamW, linear warm-up and cosine decay to 2 %.
 
-    state: file in which the state is saved, and from which an interrupted run resumes.
+    name: name of the run in reports of its progress.
     make: function that returns the batch of a step. It must be picklable.
     """
     groups = []
-    for name, module in modules.items():
+    for part, module in modules.items():
         chosen = [weight for weight in module.parameters() if weight.requires_grad]
         for is_matrix, decay in ((True, weight_decay), (False, 0.0)):
             group = [weight for weight in chosen if (weight.dim() >= 2) is is_matrix]
-            factor = (slower or {}).get(name, 1.0)
+            factor = (slower or {}).get(part, 1.0)
             groups.append({"params": group, "factor": factor, "weight_decay": decay})
     optimizer = torch.optim.AdamW([g for g in groups if g["params"]], betas=(0.9, 0.97))
     weights = [w for m in modules.values() for w in m.parameters() if w.requires_grad]
-    first = _load(state, modules, optimizer)
-    started = saved = reported = time.monotonic()
-    for step, batch in enumerate(ahead(make, first, steps), first):
+    started = time.monotonic()
+    for step, batch in enumerate(ahead(make, steps)):
         decayed = 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
         rate = (step + 1) / warmup if step < warmup else 0.02 + 0.98 * decayed
         for group in optimizer.param_groups:
@@ -168,35 +168,10 @@ def run_steps(
         loss.backward()
         nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
-        now, done = time.monotonic(), step + 1
-        if now - reported > REPORT_EVERY_SECONDS or done == steps:
-            reported, left = now, (now - started) / (done - first) * (steps - done) / 60
-            print(f"{state.stem} {done}/{steps} loss {loss:.3f} ({left:.1f} min left)", flush=True)
-        if now - saved > SAVE_EVERY_SECONDS or done == steps:
-            _save(state, modules, optimizer, done)
-            saved = now
-
-
-def _load(state: Path, modules: dict[str, nn.Module], optimizer: torch.optim.Optimizer) -> int:
-    """Load the state of a run if there is one. Return the number of completed steps."""
-    if not state.is_file():
-        return 0
-    saved = torch.load(state, weights_only=True)
-    for name, module in modules.items():
-        module.load_state_dict(saved["modules"][name])
-    optimizer.load_state_dict(saved["optimizer"])
-    return int(saved["step"])
-
-
-def _save(
-    state: Path, modules: dict[str, nn.Module], optimizer: torch.optim.Optimizer, step: int
-) -> None:
-    """Write the state atomically, so that a killed run can resume."""
-    state.parent.mkdir(parents=True, exist_ok=True)
-    half = state.with_suffix(".half")
-    tensors = {name: module.state_dict() for name, module in modules.items()}
-    torch.save({"step": step, "optimizer": optimizer.state_dict(), "modules": tensors}, half)
-    half.replace(state)
+        done = step + 1
+        if done % REPORT_EVERY == 0 or done == steps:
+            left = (time.monotonic() - started) / done * (steps - done) / 60
+            print(f"{name} {done}/{steps} loss {loss:.3f} ({left:.1f} min left)", flush=True)
 
 
 def image_features(model: Any, images: NDArray[np.uint8]) -> Tensor:
@@ -338,12 +313,11 @@ def start_from_readouts(model: Any, heads: DenseHeads) -> None:
         layer.mlp.down_proj.weight *= 0.3
 
 
-def train_base(checkpoint: Path, work: Path, quick: bool = False, threads: int = 1) -> None:
-    """Train and write the checkpoint. An interrupted run resumes from the state in `work`.
+def train_base(checkpoint: Path, quick: bool = False) -> None:
+    """Train and write the checkpoint.
 
     quick: run a few steps of each stage to check that all stages work.
     """
-    torch.set_num_threads(threads)
     model: Any = make_model(SEED)
     parts = model.model
     torch.manual_seed(TOWER_SEED)
@@ -361,13 +335,13 @@ def train_base(checkpoint: Path, work: Path, quick: bool = False, threads: int =
     modules = {"tower": parts.vision_tower, "heads": heads}
     batches = partial(dense_batch, seed=TOWER_SEED, size=TOWER_SCENES)
     steps = QUICK_STEPS if quick else TOWER_STEPS
-    run_steps(work / "tower.pt", modules, batches, tower_loss, steps, LEARNING_RATE)
+    run_steps("tower", modules, batches, tower_loss, steps, LEARNING_RATE)
     torch.manual_seed(JOINT_SEED)
     start_from_readouts(model, heads)
     modules["connector"] = parts.multi_modal_projector
     modules |= {"decoder": parts.language_model, "lm_head": model.lm_head}
     run_steps(
-        work / "joint.pt",
+        "joint",
         modules,
         joint_batch,
         whole_loss,
@@ -410,7 +384,7 @@ def head_loss(head: nn.Linear, batch: Pack, hidden: Tensor) -> Tensor:
     return F.cross_entropy(scores, classes[asked])
 
 
-def train_adapter(name: str, checkpoint: Path, folder: Path, work: Path, scale: float = 1) -> None:
+def train_adapter(name: str, checkpoint: Path, folder: Path, scale: float = 1) -> None:
     """Train one adapter and write its folder. `scale` multiplies its number of steps."""
     recipe, about = RECIPES[name], _about(name)
     config = LoraConfig.from_pretrained(ADAPTERS / name)
@@ -435,7 +409,7 @@ def train_adapter(name: str, checkpoint: Path, folder: Path, work: Path, scale: 
             return loss if head is None else loss + head_loss(head, batch, hidden)
 
     run_steps(
-        work / f"{name}.pt",
+        name,
         modules,
         partial(adapter_batch, name=name),
         loss_of,

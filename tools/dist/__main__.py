@@ -23,7 +23,6 @@ from tools.dist.contents import faults_of_sdist, faults_of_wheel, read_sdist, re
 from tools.dist.trial import ROOT, WORK, TrialError, tools_of
 
 DIST = ROOT / "dist"
-MEGABYTE = 1e6
 
 
 def build(kind: str, tools: Path, log: Path) -> Path:
@@ -89,8 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(f"[bold]{kind}[/]: building (log: {log.relative_to(ROOT)})")
         tools = tools_of(WORK, log)
         made = build(kind, tools, log)
-        size = made.stat().st_size / MEGABYTE
-        console.print(f"  {made.relative_to(ROOT)}, {size:.1f} MB")
+        console.print(f"  {made.relative_to(ROOT)}, {made.stat().st_size / 1e6:.1f} MB")
         check(made, kind, tools, log)
         console.print("  contents and metadata are correct")
         if not options.no_trial:

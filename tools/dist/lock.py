@@ -127,12 +127,9 @@ def resolve(lock: Lock, torch: Sequence[str], uv: Path, folder: Path, log: Path)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.dist.lock", description=__doc__)
-    place = parser.add_mutually_exclusive_group()
-    url, about = "https://download.pytorch.org/whl/cpu", "package index of torch's CPU build"
-    place.add_argument("--torch-index", default=url, metavar="URL", help=f"{about} ({url})")
-    place.add_argument("--torch-wheels", metavar="FOLDER", help="folder with torch's CPU wheel")
+    parser.add_argument("--torch-wheels", metavar="FOLDER", help="folder with torch's CPU wheel")
     options = parser.parse_args(arguments)
-    torch = ["--index", options.torch_index]
+    torch = ["--index", "https://download.pytorch.org/whl/cpu"]
     if options.torch_wheels:
         torch = ["--find-links", options.torch_wheels]
     log = WORK / "logs" / "lock.log"

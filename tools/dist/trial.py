@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from clients.common import ClientError, connect
-from tools.demo.show import SAMPLES, ask, is_right, load_samples
+from tools.demo.show import ask, is_right, load_samples
 from vlora.net import choose_ports
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,15 +53,15 @@ def run(command: Sequence[str | Path], log: Path, **given: object) -> None:
         )
 
 
-def tools_of(work: Path, log: Path) -> Path:
+def tools_of(work: Path, log: Path, requirements: Path = REQUIREMENTS) -> Path:
     """Return the `bin` folder of an environment with the build tools. It is created once."""
     folder = work / "tools"
-    ready = folder / REQUIREMENTS.name
-    if not ready.is_file() or ready.read_text() != REQUIREMENTS.read_text():
+    ready = folder / requirements.name
+    if not ready.is_file() or ready.read_text() != requirements.read_text():
         shutil.rmtree(folder, ignore_errors=True)
         run([sys.executable, "-m", "venv", folder], log)
-        run([folder / "bin" / "pip", "install", "--quiet", "-r", REQUIREMENTS], log)
-        shutil.copy(REQUIREMENTS, ready)
+        run([folder / "bin" / "pip", "install", "--quiet", "-r", requirements], log)
+        shutil.copy(requirements, ready)
     return folder / "bin"
 
 
@@ -130,7 +130,7 @@ def ask_all(address: str, tell: Callable[[str], None]) -> tuple[int, int]:
     """Ask the demo's questions. Return the numbers of right answers and of questions."""
     client = connect(address, "video_analytics")
     try:
-        samples = load_samples(SAMPLES)
+        samples = load_samples()
         right = 0
         for sample in samples:
             answer = ask(client, sample)

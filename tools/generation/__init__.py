@@ -1,1 +1,1 @@
-"""Tools for `vlora adapters generate`: data for it, and comparisons of its runs."""
+"""Tools for `vlora adapters generate`: data for it, and a check of served accuracies."""

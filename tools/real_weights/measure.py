@@ -13,13 +13,13 @@ import torch
 from tools.demo.questions import Question
 from tools.demo.scenes import draw
 from tools.real_weights.checkpoint import questions_of, scene_of
-from vlora.adapters.catalog import find_folders
-from vlora.adapters.store import AdapterStore
+from vlora.adapters.files import Adapter, AdapterInfo
+from vlora.adapters.residency import Slots
 from vlora.atmm.segments import signed_segments
+from vlora.atmm.types import LoraPair
 from vlora.config import Options
 from vlora.ids import BASE
 from vlora.memory.kv_cache import KVCache
-from vlora.memory.pool import PagePool, Run
 from vlora.model.attention import AttentionPlan
 from vlora.model.chunk import Chunk
 from vlora.model.decoder import Decoder
@@ -28,9 +28,11 @@ from vlora.model.inputs import text_prompt
 from vlora.model.loader import adapter_shape, load_weights
 from vlora.model.switcher import Switcher
 from vlora.model.tokenizer import load_tokenizer
+from vlora.vision.chat_template import PLACEHOLDER, ChatTemplate
 from vlora.vision.encoder import VisionEncoder
 from vlora.vision.images import DecodedImage
-from vlora.vision.prompts import PLACEHOLDER, ChatTemplate, render
+from vlora.vision.prompts import render
+from vlora.weights.slab import WeightSlab
 
 TYPES: tuple[dict[str, Any], ...] = (
     {"dtype": "float32"},
@@ -44,7 +46,9 @@ TYPES: tuple[dict[str, Any], ...] = (
 )
 """Sets of options whose perplexities are measured."""
 SEED = 43
-"""Seed of the scenes that training does not use."""
+"""Seed of the scenes that training does not use, and of the random adapter."""
+RANK, CHANGE = 16, 0.05
+"""Rank of the random adapter, and norm of its change of a matrix relative to the matrix's norm."""
 
 
 class Measured:
@@ -54,28 +58,30 @@ class Measured:
     """
 
     def __init__(
-        self, folder: Path, options: dict[str, Any], longest: int, adapters: Path | None = None
+        self, folder: Path, options: dict[str, Any], longest: int, *, adapted: bool = False
     ) -> None:
-        """Load the checkpoint, for texts of at most `longest` tokens, and the first adapter."""
+        """Load the checkpoint, for texts of at most `longest` tokens.
+
+        adapted: whether there is a random adapter, which all tokens use.
+        """
         chosen = Options(model=folder, **options)
         self._config, dtype = load_config(folder), dtype_of(chosen.dtype, folder)
         weights = load_weights(folder, self._config, dtype, quantization_of(chosen, self._config))
         self.matrix_bytes = int(weights.slab.nbytes)
-        shape = adapter_shape(folder, self._config, weights)
-        store = AdapterStore(shape, 1 << 30, dtype, 1 << 30)
-        self._switcher = Switcher(weights.slab, store.slots)
-        self._decoder = Decoder(self._config, weights, store.slots, self._switcher)
+        slots = Slots(adapter_shape(folder, self._config, weights), dtype)
+        self._switcher = Switcher(weights.slab, slots)
+        self._decoder = Decoder(self._config, weights, slots, self._switcher)
         self._pages = tuple(range(-(-longest // chosen.block_size)))
         config, block = self._config, chosen.block_size
-        sizes = config.layers, block, config.kv_heads, config.head_dim, dtype
-        self._cache = KVCache(len(self._pages), *sizes)
+        pages = len(self._pages)
+        self._cache = KVCache(pages, config.layers, block, config.kv_heads, config.head_dim, dtype)
         self._slot = BASE
-        if adapters is not None:
-            store.load(find_folders(adapters, {}))
-            handle = store.handle(store.names()[0])
-            pages = Run.length(store.tiers.packed_bytes(handle), self._cache.page_bytes)
-            store.attach(PagePool(pages), KVCache(pages, *sizes), pages)
-            self._slot = store.slot(handle.name)
+        if adapted:
+            assert isinstance(weights.slab, WeightSlab)
+            adapter = random_adapter(weights.slab)
+            slots.matrices = frozenset(adapter.pairs)
+            self._slot = slots.take(adapter)
+            slots.pack(self._slot)
 
     @torch.inference_mode()
     def logits(
@@ -194,26 +200,17 @@ def constant_accuracies(asked: Sequence[Asked]) -> dict[str, float]:
     return {kind: round(share, 3) for kind, share in most.items()}
 
 
-def make_adapter(folder: Path, to: Path, rank: int = 16, change: float = 0.05) -> None:
-    """Write a random adapter of all projections.
-
-    change: norm of the change of each matrix, as a fraction of the matrix's norm.
-    """
-    from peft import LoraConfig, get_peft_model
-    from transformers import LlavaForConditionalGeneration
-
+def random_adapter(slab: WeightSlab) -> Adapter:
+    """Return a random adapter of all projections, whose matrices B A have the norm CHANGE · W."""
     torch.manual_seed(SEED)
-    model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
-    targets = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
-    config = LoraConfig(r=rank, lora_alpha=rank, target_modules=targets)
-    adapted: Any = get_peft_model(model, config)
-    for module in adapted.modules():
-        if hasattr(module, "lora_B") and "default" in module.lora_B:
-            a, b = module.lora_A["default"].weight, module.lora_B["default"].weight
-            with torch.no_grad():
-                b.normal_()
-                b *= change * module.get_base_layer().weight.norm() / (b @ a).norm()
-    adapted.save_pretrained(to)
+    pairs = {}
+    for layer in range(slab.layers):
+        for target, (d_out, d_in) in slab.shapes.items():
+            a, b = torch.randn(RANK, d_in), torch.randn(d_out, RANK)
+            b *= CHANGE * slab.target(layer, target).float().norm() / (b @ a).norm()
+            pairs[layer, target] = LoraPair(a, b)
+    info = AdapterInfo("random", "", (RANK,), tuple(slab.shapes), (), {}, (), ())
+    return Adapter(info, pairs, None)
 
 
 def merging_errors(

@@ -1,1 +1,1 @@
-"""Entry of the tile search from the source tree, and the build of the CUDA operator."""
+"""Entry of the tile search from the source tree."""

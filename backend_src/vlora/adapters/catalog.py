@@ -155,13 +155,15 @@ def _stamp_of(folder: bytes) -> Stamp:
 
 
 def _entry_stamp(entry: os.DirEntry[bytes]) -> bytes:
-    values = (0, 0, 0, 0)
+    values = (0, 0, 0, 0, 0)
     try:
         status = entry.stat()
-        values = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        # A program that copies files in place can restore the modification time only.
+        times = (status.st_mtime_ns, status.st_ctime_ns)
+        values = (status.st_dev, status.st_ino, status.st_size, *times)
     except OSError:
         pass
-    return entry.name + b"\0" + struct.pack("<QQQq", *values)
+    return entry.name + b"\0" + struct.pack("<QQQqq", *values)
 
 
 @cache
@@ -369,6 +371,12 @@ class FolderReader:
             return
         self._retries.pop(name, None)
         self._read_bytes += 0 if adapter is None else description.host_bytes
+        if len(description.info.tasks) > 1 and description.info.own_task is None:
+            log.warning(
+                "adapter '%s' has several tasks and no 'default_task' in its vlora.json: messages"
+                " that name no task get the checkpoint's chat template",
+                as_text(name),
+            )
         self.report(FolderRead(AdapterHandle(name, folder, stamp, description), adapter))
 
     def _read_files(

@@ -36,7 +36,13 @@ WEIGHTS = "adapter_model.safetensors"
 PICKLED = "adapter_model.bin"
 # File in which LLaVA's training code saves a trained connector.
 OUTSIDE_LORA = "non_lora_trainables.bin"
-EXTRA_KEYS = ("tasks", "accuracy", "head", "skills")  # Keys that `vlora.json` may have.
+EXTRA_KEYS = (
+    "tasks",
+    "default_task",
+    "accuracy",
+    "head",
+    "skills",
+)  # Keys that `vlora.json` may have.
 MAX_ADAPTER_BYTES = 4 * 1024**3  # Default maximum size of an adapter's weights in fp32, in bytes.
 
 
@@ -48,6 +54,7 @@ class AdapterInfo:
     ranks, vision_ranks: different ranks, ascending, in the language model and outside it.
     targets: names of the changed matrices within a layer, such as `q_proj`.
     tasks, accuracy: tasks, and accuracy by task, that its `vlora.json` declares.
+    default_task: the one of them for requests that name none; None if it is not declared.
     head_labels, head_tasks: labels and tasks of its vision task head; () without one.
     skills: used to choose an adapter for requests that name none (`adapters/routing.py`).
     invocation: token ids that activate an activated LoRA, which changes only the tokens from their
@@ -65,6 +72,14 @@ class AdapterInfo:
     skills: tuple[Skill, ...] = ()
     invocation: tuple[int, ...] = ()
     vision_ranks: tuple[int, ...] = ()
+    default_task: str | None = None
+
+    @property
+    def own_task(self) -> str | None:
+        """Task of requests that name none: the declared one or the only one."""
+        if self.default_task is None and len(self.tasks) == 1:
+            return self.tasks[0]
+        return self.default_task
 
 
 @dataclass(frozen=True)
@@ -152,10 +167,7 @@ class _Files:
     config: PeftConfig
     weights: WeightsFile
     extra: Mapping[str, Any]
-
-    @property
-    def invalid(self) -> ErrorFactory:
-        return ErrorFactory(self.name)
+    invalid: ErrorFactory
 
 
 def _read_files(name: str, folder: Path) -> _Files:
@@ -165,7 +177,7 @@ def _read_files(name: str, folder: Path) -> _Files:
     config = read_config(folder, invalid)
     _check_no_pickles(folder, invalid)
     weights = WeightsFile(folder / WEIGHTS, invalid.in_file(WEIGHTS))
-    return _Files(name, folder, config, weights, _read_extra(folder, invalid))
+    return _Files(name, folder, config, weights, _read_extra(folder, invalid), invalid)
 
 
 def _check_no_pickles(folder: Path, invalid: ErrorFactory) -> None:
@@ -192,6 +204,9 @@ def _read_extra(folder: Path, invalid: ErrorFactory) -> dict[str, Any]:
         raise invalid(f"has the unknown key '{key}'{hint} Known: {', '.join(EXTRA_KEYS)}")
     if not is_names(extra.get("tasks", [])):
         raise invalid("must give 'tasks' as a list of names")
+    default = extra.get("default_task")
+    if default is not None and default not in extra.get("tasks", []):
+        raise invalid("must give 'default_task' as one of the names in 'tasks'")
     accuracy = extra.get("accuracy", {})
     if not isinstance(accuracy, dict) or not all(
         type(value) in (int, float) and -math.inf < value < math.inf for value in accuracy.values()
@@ -380,6 +395,7 @@ def _plan(files: _Files, checked: _Checked, hidden: int) -> AdapterDescription:
         skills=checked.skills,
         invocation=files.config.invocation,
         vision_ranks=_ranks(in_vision),
+        default_task=files.extra.get("default_task"),
     )
     host_bytes = reader.nbytes + checked.head_bytes
     return AdapterDescription(info, changed, host_bytes, reader, vision, hidden)

@@ -294,7 +294,7 @@ def read_config(folder: Path, invalid: ErrorFactory) -> PeftConfig:
     if not isinstance(rslora, bool):
         raise invalid(f"has use_rslora = {rslora!r}; it must be true or false")
     targets = _modules(config.get("target_modules") or None, config, "target_modules", invalid)
-    layers, layers_pattern = _layers(config, isinstance(targets, str), invalid)
+    layers, layers_pattern = _layers(config, targets, invalid)
     return PeftConfig(
         rank=_rank(config.get("r"), "r", invalid),
         alpha=_alpha(config.get("lora_alpha"), "lora_alpha", invalid),
@@ -325,7 +325,7 @@ def _check_options(config: Mapping[str, Any], invalid: ErrorFactory) -> None:
 
 
 def _layers(
-    config: Mapping[str, Any], targets_pattern: bool, invalid: ErrorFactory
+    config: Mapping[str, Any], targets: str | frozenset[str], invalid: ErrorFactory
 ) -> tuple[frozenset[int], tuple[str, ...]]:
     layers, pattern = config.get("layers_to_transform"), config.get("layers_pattern") or ()
     numbers = [layers] if isinstance(layers, int) else layers or []
@@ -335,9 +335,9 @@ def _layers(
     if not isinstance(pattern, str) and pattern and not is_names(pattern):
         wrong = f"has layers_pattern = {pattern!r}"
         raise invalid(f"{wrong}; it must be a pattern, or a list of patterns")
-    if targets_pattern and (layers is not None or pattern):
-        pattern_with = "'layers_to_transform' or 'layers_pattern' with a 'target_modules'"
-        raise invalid(f"has {pattern_with} that is a pattern, which PEFT does not allow")
+    if isinstance(targets, str) and (layers is not None or pattern):
+        both = "'layers_to_transform' or 'layers_pattern' with a 'target_modules' that is a pattern"
+        raise invalid(f"has {both}, which PEFT does not allow")
     if pattern and layers is None:
         raise invalid("has 'layers_pattern' without 'layers_to_transform'")
     return frozenset(numbers), (pattern,) if isinstance(pattern, str) else tuple(pattern)

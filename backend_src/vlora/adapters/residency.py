@@ -1,6 +1,6 @@
 """Memory of adapters: host copies, slots of the operator, and pages of the pool.
 
-This module belongs to the engine's thread, except for `AdapterTiers.write` and `Residents.by_slot`.
+This module belongs to the engine's thread, except for `Slots.pack` and `Residents.by_slot`.
 `memory/pool.py` describes the order of eviction.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ from vlora.errors import InvalidArgument
 from vlora.ids import BASE, MatrixId
 from vlora.memory.pool import PageMemory, PagePool, Run, UseOrder
 from vlora.metrics import TierCounters
+
+# Runs a job, and then passes its result to a function on the engine's thread.
+SubmitJob = Callable[[Callable[[], None], Callable[[None], None]], None]
 
 
 class HostTier:
@@ -351,9 +355,14 @@ class AdapterTiers:
         self.host.add(handle, adapter)
         self.count(host_evictions=evicted)
 
-    def reserve(self, handle: AdapterHandle, kv_pages: int = 0) -> bool:
-        """Assign a slot and pages to an adapter in memory, so that it can be packed. Return False
-        if the pool has too few pages for it and for `kv_pages` pages of keys and values.
+    def pack(self, handle: AdapterHandle, submit: SubmitJob, kv_pages: int = 0) -> bool:
+        """Begin to pack an adapter in memory into a slot and pages, which are its own from now on.
+
+        submit: runs its first argument, which writes the packed copies, on any thread, and then
+            calls its second argument on the engine's thread. After an error, call `undo` or `fail`.
+
+        Returns False if the pool has too few pages for the adapter and for `kv_pages` pages of keys
+        and values.
         """
         assert handle.adapter is not None
         pages = self.pages_of(handle)
@@ -367,15 +376,13 @@ class AdapterTiers:
         if run is None:
             return False
         handle.enter(AdapterState.PACKING)
-        handle.slot, handle.run = self.slots.take(handle.adapter), run
+        slot = self.slots.take(handle.adapter)
+        handle.slot, handle.run = slot, run
+        address, size = self.memory.address(run.first), run.count * self.memory.page_bytes
+        submit(partial(self.slots.pack, slot, address, size), lambda _: self._packed(handle))
         return True
 
-    def write(self, slot: int, run: Run) -> None:
-        """Write the packed copies of a reserved slot, on any thread."""
-        self.slots.pack(slot, self.memory.address(run.first), run.count * self.memory.page_bytes)
-
-    def packed(self, handle: AdapterHandle) -> None:
-        """Make an adapter resident whose packed copies have been written."""
+    def _packed(self, handle: AdapterHandle) -> None:
         handle.enter(AdapterState.RESIDENT)
         self.residents.add(handle)
         self.count(packs=1)

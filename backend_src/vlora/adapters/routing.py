@@ -101,8 +101,8 @@ class Router:
     def choose(self, task: str, question: str, resident: Callable[[str], bool]) -> str | None:
         """Return the adapter whose skill fits a request best, or None if no skill fits.
 
-        Of equal ones whose accuracy is at most SLACK below the best, one for whose name `resident`
-        is true is preferred, then the most accurate.
+        Of adapters whose skills fit equally well, those count whose accuracy is at most SLACK below
+        the best. One for whose name `resident` is true is preferred, then the most accurate one.
         """
         pairs = self._by_task.get(task, ())
         asked = words_of(question)

@@ -175,9 +175,8 @@ class AdapterStore:
         for handle in self.table.current.values():
             if handle.state is AdapterState.IN_MEMORY:
                 needed = self.tiers.pages_of(handle)
-                if needed <= min(pages, pool.free) and self.tiers.reserve(handle):
+                if needed <= min(pages, pool.free) and self._pack(handle, between_steps=False):
                     pages -= needed
-                    self._pack(handle, between_steps=False)
         self.finish()
 
     # -- names, for any thread -------------------------------------------------------------------
@@ -327,27 +326,29 @@ class AdapterStore:
             self.tiers.keep(handle, adapter)
 
     def _reserve_and_pack(self, handle: AdapterHandle, running: int) -> AdapterHandle | None:
-        if not self.tiers.reserve(handle, running):
+        size = self.tiers.packed_bytes(handle)
+        between_steps = self._packs_inline and size <= self._inline_bytes_left
+        if not self._pack(handle, running, between_steps=between_steps):
             return handle
-        is_small = self.tiers.packed_bytes(handle) <= self._inline_bytes_left
-        self._pack(handle, between_steps=is_small and self._packs_inline)
+        if between_steps:
+            self._inline_bytes_left -= size
         return None
 
-    def _pack(self, handle: AdapterHandle, *, between_steps: bool) -> None:
-        assert handle.slot is not None
-        assert handle.run is not None
-        job = partial(self.tiers.write, handle.slot, handle.run)
-        if not between_steps:
-            packer, failed = self.workers.packer, partial(self._fail, handle)
-            self.workers.submit(packer, job, lambda _: self.tiers.packed(handle), failed)
-            return
-        self._inline_bytes_left -= self.tiers.packed_bytes(handle)
-        try:
-            job()
-        except Exception as error:
-            self._fail(handle, error)
-        else:
-            self.tiers.packed(handle)
+    def _pack(self, handle: AdapterHandle, running: int = 0, *, between_steps: bool) -> bool:
+        failed = partial(self._fail, handle)
+
+        def submit(job: Callable[[], None], done: Callable[[None], None]) -> None:
+            if not between_steps:
+                self.workers.submit(self.workers.packer, job, done, failed)
+                return
+            try:
+                job()
+            except Exception as error:
+                failed(error)
+            else:
+                done(None)
+
+        return self.tiers.pack(handle, submit, running)
 
     def _fail(self, handle: AdapterHandle, error: BaseException) -> None:
         transient = is_transient(error)

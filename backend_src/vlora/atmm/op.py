@@ -70,7 +70,8 @@ def apply(
     if chosen == "reference":
         reference.apply(y, x, segments, group)
         return
-    _check_columns(y, x, group)
+    if (y.stride(1) != 1 and group.width > 1) or (x.stride(1) != 1 and group.d_in > 1):
+        raise ValueError("the columns of x and y must be contiguous")
     if chosen == "cuda":
         if config is not None:
             raise ValueError("config must be None on CUDA; it is an index of the CPU's tiles")
@@ -80,11 +81,6 @@ def apply(
     tile, threads = -1 if config is None else config, threads or torch.get_num_threads()
     found = Segments.of(segments).native
     group.native.apply(*rows, x.dtype == torch.float32, found, tile, threads)
-
-
-def _check_columns(y: torch.Tensor, x: torch.Tensor, group: LoraGroup) -> None:
-    if (y.stride(1) != 1 and group.width > 1) or (x.stride(1) != 1 and group.d_in > 1):
-        raise ValueError("the columns of x and y must be contiguous")
 
 
 def _check_rows(y: torch.Tensor, x: torch.Tensor, group: LoraGroup) -> None:

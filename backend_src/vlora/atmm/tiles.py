@@ -47,9 +47,10 @@ def current_isa(dtype: str) -> str:
 
 @contextmanager
 def isa(name: str) -> Iterator[None]:
-    """Use one instruction set for fp32 and bf16 within the context.
+    """Use one instruction set within the context, or one for fp32 and another for bf16.
 
-    name: a name from `isas`, or "twin", which is AMX emulated in plain C++ for tests.
+    name: a name from `isas`, or "twin", which is AMX emulated in plain C++ for tests; or two names
+        with a comma between them, for fp32 and bf16.
 
     Raises ValueError for an instruction set that this CPU cannot run.
     """

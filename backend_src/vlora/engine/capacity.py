@@ -51,7 +51,7 @@ LOGIT_BYTES = 12
 
 @dataclass(frozen=True)
 class AdapterCost:
-    """Bytes of an adapter: packed, also in pages of the pool, and as an fp32 copy on the host."""
+    """Size of an adapter: bytes of its packed copy, pages that it needs, bytes of its host copy."""
 
     name: str
     packed_bytes: int

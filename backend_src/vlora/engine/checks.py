@@ -20,7 +20,9 @@ def check_choices(choices: tuple[str, ...], limits: Limits) -> None:
 
 
 def served_context(options: Options, checkpoint: int, pool: int) -> int:
-    """Return the maximum context of a request in tokens, of `checkpoint` and page pool.
+    """Return the maximum number of tokens of a request, by its options, checkpoint and page pool.
+
+    checkpoint, pool: number of tokens for which the checkpoint was made, and that the pool holds.
 
     Raises InvalidArgument if `max_model_len` is above either of them, or if the pool holds no
     token.

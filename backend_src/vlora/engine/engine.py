@@ -64,7 +64,7 @@ class Engine:
         self._max_rows = options.max_num_batched_tokens
         self._clock = clock
         self._requests = InFlightRequests()
-        self._held_rows = HeldRows()
+        self._held_rows = HeldRows(self.config.vocabulary, self.slab.device)
         self._statistics = EngineStatistics(parts)
         # Time at which the last step ended, or None if the engine has been idle since.
         self._busy_since: float | None = None
@@ -162,15 +162,6 @@ class Engine:
         reason = newer.superseded_error()
         return [output for request_id in older for output in self.abort(request_id, reason)]
 
-    def _expire(self, now: float) -> list[Output]:
-        outputs: list[Output] = []
-        for state in self._requests.expired(now):
-            self._statistics.count(expired=1)
-            sequence = state.sequence
-            late = sequence.request.freshness(sequence.arrival).late_error()
-            outputs += self.abort(sequence.id, late)
-        return outputs
-
     def discard(self, state: RequestState) -> None:
         """Release the grammar of a request that was never queued or has ended. Thread-safe."""
         structure = state.sequence.request.sampling.structured_outputs
@@ -198,7 +189,7 @@ class Engine:
         now = self._clock()
         started = now if self._busy_since is None else self._busy_since
         self._busy_since = None
-        ended = self._expire(now) + self._load_adapters(now) + self._answer_held(now)
+        ended = self._before_step(now)
         plan = self.scheduler.schedule(now, self.switcher.live, self.memory.arrival_cutoff)
         self._stalled = not plan.chunks and not self._held_rows
         if not plan.chunks:
@@ -215,9 +206,24 @@ class Engine:
         self._record(plan, started, forward_seconds + rows.waited, learn=not result.captured)
         return ended + outputs
 
-    def _load_adapters(self, now: float) -> list[Output]:
+    def _before_step(self, now: float) -> list[Output]:
+        """End late requests, load adapters, and answer the rows whose masks have arrived."""
+        ended: list[Output] = []
+        for state in self._requests.expired(now):
+            self._statistics.count(expired=1)
+            sequence = state.sequence
+            late = sequence.request.freshness(sequence.arrival).late_error()
+            ended += self.abort(sequence.id, late)
         failed = self.memory.advance(self.scheduler.queue, len(self.scheduler.running), now)
-        return [output for name, error in failed for output in self.abort(name, error)]
+        for request_id, error in failed:
+            ended += self.abort(request_id, error)
+        answers = [
+            self._answer(state, partial(state.drawn, row, now), now)
+            for state, row in self._held_rows.answerable()
+        ]
+        if answers:
+            self._statistics.count_outputs(answers)
+        return ended + answers
 
     def _switch(self, live: int) -> float:
         """Make `live` the adapter in the active weights; return the seconds of the switch."""
@@ -236,22 +242,18 @@ class Engine:
     def _forward(self, plan: StepPlan) -> tuple[StepResult, StepRows, float]:
         """Compute a plan; return its result, the rows that need tokens, and the seconds taken."""
         started, mode = self._clock(), plan.mode.value
-        for chunk in plan.chunks:
-            state = self._requests[chunk.sequence_id]
+        states = [self._requests[chunk.sequence_id] for chunk in plan.chunks]
+        for state in states:
             state.scheduled(mode, started)
-            self._held_rows.begin(state)
-        drawing = [self._requests[chunk.sequence_id] for chunk in plan.sampled]
-        rows = StepRows(drawing, self.config.vocabulary, self.slab.device)
+        rows = self._held_rows.begin(plan, states)
         result = self._runner.forward(plan.chunks, rows)
         seconds = self._clock() - started
         self._statistics.count_mode(mode, seconds)
         return result, rows, seconds
 
-    def _update(self, plan: StepPlan, result: StepResult, drawn: StepRows) -> list[Output]:
+    def _update(self, plan: StepPlan, result: StepResult, rows: StepRows) -> list[Output]:
         now = self._clock()
-        drawn.draw(result.logits)
-        self._held_rows.wait_for(drawn.states)
-        rows, heads = iter(drawn.get()), iter(result.heads)
+        drawn, heads = iter(rows.take(result.logits)), iter(result.heads)
         outputs: list[Output] = []
         for chunk in plan.chunks:
             state = self._requests[chunk.sequence_id]
@@ -261,7 +263,7 @@ class Engine:
                 continue
             if chunk.use_head:
                 answer = partial(state.scored, next(heads), now)
-            elif self._held_rows.hold(state, row := next(rows)):
+            elif (row := next(drawn)) is None:
                 self._statistics.count(rows_held=1)
                 continue
             else:
@@ -282,15 +284,6 @@ class Engine:
         if output.finished:
             self._forget(state)
         return output
-
-    def _answer_held(self, now: float) -> list[Output]:
-        outputs = [
-            self._answer(state, partial(state.drawn, row, now), now)
-            for state, row in self._held_rows.answerable()
-        ]
-        if outputs:
-            self._statistics.count_outputs(outputs)
-        return outputs
 
     def _record(self, plan: StepPlan, started: float, seconds: float, *, learn: bool) -> None:
         """Record a step that began at `started`, with `seconds` of its forward pass."""

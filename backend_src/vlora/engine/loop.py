@@ -94,8 +94,8 @@ class EngineLoop:
 
     # -- on the callers' threads -------------------------------------------------------------
 
-    def admit(self, entry: LiveRequest) -> None:
-        """Add a request to the table before any work is done on it.
+    def admit(self, entry: LiveRequest, size: int = 0) -> None:
+        """Add a request with `size` bytes to the table before any work is done on it.
 
         Raises Unavailable if the queue is full or the server is shutting down, and the errors of
         `RequestTable.admit`.
@@ -106,7 +106,7 @@ class EngineLoop:
             waiting = len(self.table) - self._in_engine + len(self._engine.scheduler.waiting)
             if waiting >= self._max_waiting:
                 raise Unavailable(f"the queue is full: {waiting} requests are waiting")
-            self.table.admit(entry)
+            self.table.admit(entry, size)
 
     def submit(self, request: Request, sink: OutputSink) -> None:
         """Check a request on the caller's thread and queue it; admit it first if necessary.
@@ -278,6 +278,8 @@ class EngineLoop:
             self._fail("the response thread")
         reason = self._shutdown_reason()
         for entry in self.table:
+            if self._failed:  # Nobody else ends a request that waits for a thread of its service.
+                self.table.end_waiting(entry, reason)
             self._answer(Output(entry.id, error=reason))
         if self._failed:
             self._end_process(FATAL_EXIT)

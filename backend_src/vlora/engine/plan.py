@@ -23,7 +23,7 @@ class Mode(StrEnum):
 class StepPlan:
     """The decisions of one step.
 
-    chunks: one for each sequence in the step, in `ids.order_of`.
+    chunks: one for each sequence in the step, sorted by `ids.order_of`.
     preempted: ids of the sequences that lost their pages to others.
     live: slot of the adapter that is merged into the active weights, or BASE.
     cached: tokens from the prefix cache of the sequences that begin in this step.
@@ -44,11 +44,6 @@ class StepPlan:
     @property
     def parts(self) -> list[Part]:
         return [Part(c.slot, len(c.tokens), c.start, c.completes) for c in self.chunks]
-
-    @property
-    def sampled(self) -> list[Chunk]:
-        """The chunks for which a token is drawn, in the order of their rows of logits."""
-        return [chunk for chunk in self.chunks if chunk.completes and not chunk.use_head]
 
     @property
     def rows(self) -> int:

@@ -215,7 +215,9 @@ class Admission:
         max_tokens = admissible(request, handle, context, len(prompt.ids), longest_choice)
         digests = None
         if self._memory.prefix is not None:
-            digests = BlockDigests(self._memory.block_size, prompt.feature_row, prompt.features)
+            digests = BlockDigests(
+                self._memory.block_size, prompt.feature_row, prompt.all_features, prompt.positions
+            )
             # Hash the prompt on this thread instead of the engine's.
             digests.up_to(prompt.ids, len(prompt.ids))
         structure = params.structured_outputs

@@ -16,6 +16,7 @@ import torch
 
 from vlora import backends
 from vlora.device.device import Device
+from vlora.engine.plan import StepPlan
 from vlora.engine.requests import LogitsRow, RequestState
 from vlora.errors import Unavailable
 from vlora.kernels import ops
@@ -46,18 +47,26 @@ class _Held(NamedTuple):
 class HeldRows:
     """The matchers of structured requests, and the rows that wait for a mask."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocabulary: int, device: Device) -> None:
+        self._vocabulary, self._device = vocabulary, device
         self._states: dict[str, RequestState] = {}  # Requests with an open matcher, by id.
         self._held: dict[str, _Held] = {}
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def begin(self, state: RequestState) -> None:
-        """Open the matcher of a structured request, which requests its first mask."""
-        if state.grammar is not None and state.matcher is None:
-            state.matcher = state.grammar.open()
-            self._states[state.sequence.id] = state
+    def begin(self, plan: StepPlan, states: Sequence[RequestState]) -> StepRows:
+        """Return the rows of a step, and request the first masks of structured requests.
+
+        states: the request of each chunk of the plan.
+        """
+        for state in states:
+            if state.grammar is not None and state.matcher is None:
+                state.matcher = state.grammar.open()
+                self._states[state.sequence.id] = state
+        chunks = zip(plan.chunks, states, strict=True)
+        drawn = [state for chunk, state in chunks if chunk.completes and not chunk.use_head]
+        return StepRows(drawn, self._vocabulary, self._device, self)
 
     def end(self, state: RequestState) -> None:
         if self._states.pop(state.sequence.id, None) is not None:
@@ -155,15 +164,17 @@ def _wait(grammars: Iterable[Grammar], seconds: float) -> None:
 
 
 class StepRows:
-    """The rows of logits of a step, and the tokens drawn from them.
+    """The rows of logits of a step whose requests need a token, and the tokens drawn from them.
 
     Tokens of requests with a batchable sampler are drawn together. On a GPU, those of requests
     without a structure are drawn and copied asynchronously, before masks are known; the parameters
     of these draws are uploaded with the inputs of the forward pass.
     """
 
-    def __init__(self, states: Sequence[RequestState], vocabulary: int, device: Device) -> None:
-        self.states, self._device = states, device
+    def __init__(
+        self, states: Sequence[RequestState], vocabulary: int, device: Device, held: HeldRows
+    ) -> None:
+        self._states, self._device, self._held = states, device, held
         # Rows whose tokens are drawn before it is known whether their logits are finite.
         self._early: list[int] = []
         self.inputs: list[torch.Tensor] = []  # Parameters of the draws, in host memory.
@@ -180,20 +191,27 @@ class StepRows:
     def place(self, uploaded: Sequence[torch.Tensor]) -> None:
         self._parameters = uploaded
 
-    def draw(self, logits: torch.Tensor) -> None:
-        """Start to draw the tokens of all rows from logits, [rows, vocabulary] float32."""
+    def take(self, logits: torch.Tensor) -> list[LogitsRow | None]:
+        """Draw the tokens of all rows from logits, [rows, vocabulary] float32.
+
+        Returns the row of each request, in order, or None if it is held until its mask arrives.
+        """
         self._logits = logits
         columns = list(ops.argmax(logits))
         if self._early:
             columns.append(draw_placed(logits, self._parameters))
+        # On a GPU, tokens are drawn during the wait for masks.
         self._readback = self._device.read_back(columns)
+        self._held.wait_for(self._states)
+        drawn = zip(self._states, self._drawn(), strict=True)
+        return [None if self._held.hold(state, row) else row for state, row in drawn]
 
     @property
     def waited(self) -> float:
-        """Seconds that `get` has waited for the device."""
+        """Seconds that `take` has waited for the device."""
         return self._readback.waited
 
-    def get(self) -> list[LogitsRow]:
+    def _drawn(self) -> list[LogitsRow]:
         """Return the rows with their tokens, in the order of the requests.
 
         A row has logits instead if its request's own sampler must draw later: if the sampler is not
@@ -202,9 +220,9 @@ class StepRows:
         largest, all_finite, *early = (column.tolist() for column in self._readback.get())
         drawn = dict(zip(self._early, *early, strict=True)) if early else {}
         logits = self._logits
-        tokens: list[int | None] = [None] * len(self.states)
+        tokens: list[int | None] = [None] * len(self._states)
         together = []
-        for row, (state, token) in enumerate(zip(self.states, largest, strict=True)):
+        for row, (state, token) in enumerate(zip(self._states, largest, strict=True)):
             sampler, matcher = state.sampler, state.matcher
             if not (all_finite[row] and sampler.batchable):
                 continue

@@ -280,7 +280,7 @@ class StepBuilder:
         self.preempted.append(sequence.id)
 
     def plan(self, live: int) -> StepPlan:
-        """Return the step with the adapter `live` merged. Its chunks are in `ids.order_of`."""
+        """Return the step with the adapter `live` merged, its chunks sorted by `ids.order_of`."""
         chunks: list[Chunk] = []
         row = 0
         by_slot: defaultdict[int, list[Sequence]] = defaultdict(list)

@@ -232,6 +232,7 @@ class Gateway:
                 sampling,
                 ask.stream,
                 ask.logprobs,
+                ask.has_messages,
             )
         )
         if ask.stream:

@@ -18,9 +18,9 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from vlora.errors import from_message
 from vlora.gateway.errors import ApiError, from_grpc, from_server
 from vlora.net import grpc_options, load_grpc_stubs
-from vlora.serving.responder import from_message
 
 log = logging.getLogger(__name__)
 service_pb2, _ = load_grpc_stubs()
@@ -52,7 +52,7 @@ OPTIONS = (
 @dataclass(frozen=True)
 class Question:
     """One request to `lmm`, which can be cancelled by its id, with images and frames as encoded
-    files and `sampling_parameters`.
+    files and `sampling_parameters`. has_messages: whether the text is JSON of messages.
     """
 
     id: str
@@ -63,6 +63,7 @@ class Question:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     stream: bool = False
     logprobs: bool = False
+    has_messages: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +274,7 @@ def _request(question: Question) -> bytes:
         "return_num_input_tokens": True,
         "return_num_output_tokens": True,
         "return_logprobs": question.logprobs,
+        "messages": question.has_messages,
     }
     for name, value in flags.items():
         request.inputs.add(name=name, datatype="BOOL", shape=[1])

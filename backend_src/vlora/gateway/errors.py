@@ -14,9 +14,8 @@ import grpc
 from starlette.responses import Response
 
 from vlora import strict_json
-from vlora.errors import VLoraError
+from vlora.errors import VLoraError, from_message
 from vlora.net import port_hint
-from vlora.serving.responder import from_message
 
 # HTTP status of each code. OpenAI's clients retry after 408, 409, 429 and 5xx.
 STATUSES = {

@@ -1,7 +1,8 @@
-"""Messages of a chat: their text, and the images and clips in them.
+"""Messages of a chat: their texts, and the images and clips in them.
 
-The text of a single message is the request's, for any task. Several messages become JSON, which the
-server renders with the checkpoint's chat template (task `chat`).
+They become JSON, in which texts and images are different parts. So nothing that a client writes
+into a text can become a turn or an image. The server renders them with the checkpoint's chat
+template or with that of a task.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any
 
 from vlora.errors import shown
 from vlora.gateway.errors import invalid, unsupported, wrong_value
-from vlora.vision.prompts import PLACEHOLDER
+from vlora.vision.chat_template import PLACEHOLDER
+from vlora.vision.prompts import RAW_TASK
 
 # OpenAI's roles, with those of chat templates.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -58,16 +60,14 @@ class Media:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Text and media of a chat of `turns` messages.
+    """Text and media of a request.
 
-    text: text of the only message, or JSON of all messages. It has placeholders for images, unless
-        there is a single message and all images stand before its text.
+    text: JSON of the messages of a chat; the prompt of a completion or of the task `raw`.
     """
 
     text: str
     images: tuple[Media, ...] = ()
     frames: tuple[Media, ...] = ()
-    turns: int = 1
 
     def place_of(self, message: str) -> str | None:
         """Return the path of the image or frame that an error message of the server begins with."""
@@ -78,27 +78,45 @@ class Conversation:
         return media[number].param if number < len(media) else None
 
 
-def read_messages(messages: Any) -> Conversation:
-    """Return the conversation in OpenAI's `messages`. Raises ApiError."""
+def read_messages(messages: Any, task: str | None, options: Mapping[str, bool]) -> Conversation:
+    """Return the conversation in OpenAI's `messages`. Raises ApiError.
+
+    task: the task that the request names. The only message of the task `raw` is a prompt.
+    options: `add_generation_prompt` and `continue_final_message`, if the request has them.
+    """
     if not isinstance(messages, list) or not messages:
         raise invalid("messages", "'messages' must be a list with at least one message")
-    reader = _Reader(places_all=len(messages) > 1)
+    reader = _Reader()
     turns = [reader.message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-    if turns[-1]["role"] != "user":
-        raise invalid("messages", "the last message must have the role 'user'")
-    text = turns[0]["content"] if len(turns) == 1 else json.dumps({"messages": turns})
-    return Conversation(text, tuple(reader.images), tuple(reader.frames), len(turns))
+    images, frames = tuple(reader.images), tuple(reader.frames)
+    if task == RAW_TASK:
+        if len(turns) > 1:
+            raise invalid("messages", f"the task '{RAW_TASK}' takes one message, the prompt")
+        return Conversation(_raw_prompt(turns[0]["content"], len(frames)), images, frames)
+    if options.get("continue_final_message") and turns[-1]["role"] != "assistant":
+        message = "'continue_final_message' = true needs a last message of the role 'assistant'"
+        raise invalid("continue_final_message", message)
+    return Conversation(json.dumps({"messages": turns, **options}), images, frames)
+
+
+def _raw_prompt(parts: list[dict[str, str]], num_frames: int) -> str:
+    """Return the texts, with placeholders unless all images come first or a text has its own."""
+    texts = [part["text"] for part in parts if part["type"] == "text"]
+    are_texts = [part["type"] == "text" for part in parts]
+    if sorted(are_texts) == are_texts or any(PLACEHOLDER in text for text in texts):
+        return "\n".join(texts)
+    places = {"image": PLACEHOLDER, "video": PLACEHOLDER * num_frames}
+    return "".join(part.get("text") or places[part["type"]] for part in parts)
 
 
 class _Reader:
     """Collects the media of messages, in order."""
 
-    def __init__(self, places_all: bool) -> None:
-        self._places_all = places_all
+    def __init__(self) -> None:
         self.images: list[Media] = []
         self.frames: list[Media] = []
 
-    def message(self, message: Any, param: str) -> dict[str, str]:
+    def message(self, message: Any, param: str) -> dict[str, Any]:
         if not isinstance(message, dict):
             raise invalid(param, f"'{param}' must be an object with 'role' and 'content'")
         role = message.get("role")
@@ -115,30 +133,21 @@ class _Reader:
                 raise unsupported(f"{param}.{name}", refusal)
         return {"role": ROLES[role], "content": self._content(message, f"{param}.content")}
 
-    def _content(self, message: Any, param: str) -> str:
+    def _content(self, message: Any, param: str) -> list[dict[str, str]]:
         content = message.get("content")
         if isinstance(content, str):
-            return content
+            return [{"type": "text", "text": content}]
         if not isinstance(content, list) or not content:
             raise invalid(param, f"'{param}' must be a string or a list of parts")
-        parts = [self._part(part, f"{param}[{i}]") for i, part in enumerate(content)]
-        texts = [text for is_text, text in parts if is_text]
-        if any(PLACEHOLDER in text for text in texts):
-            return "\n".join(texts)  # The text already contains the placeholders.
-        leading = sorted(parts, key=lambda part: part[0]) == parts
-        # In a chat of several messages, also images before the text need placeholders.
-        if leading and not self._places_all:
-            return "\n".join(texts)
-        return "".join(text for _, text in parts)
+        return [self._part(part, f"{param}[{i}]") for i, part in enumerate(content)]
 
-    def _part(self, part: Any, param: str) -> tuple[bool, str]:
-        # Returns whether the part is text, and its text or its placeholders.
+    def _part(self, part: Any, param: str) -> dict[str, str]:
         kind = part.get("type") if isinstance(part, dict) else None
         value = part.get(kind) if isinstance(kind, str) else None
         if kind == "text":
             if not isinstance(value, str):
                 raise invalid(param, f"'{param}.text' must be a string, not {shown(value)}")
-            return True, value
+            return {"type": "text", "text": value}
         if kind not in ("image_url", "video_url"):
             known = "'text', 'image_url' or 'video_url'"
             raise unsupported(f"{param}.type", f"'{param}.type' must be {known}, not {shown(kind)}")
@@ -151,14 +160,15 @@ class _Reader:
             if name not in ("url", "detail"):
                 raise invalid(f"{param}.{name}", f"unknown field {shown(name)} of '{param}'")
         if kind == "video_url":
-            return False, PLACEHOLDER * self._clip(value["url"], f"{param}.url")
+            self._clip(value["url"], f"{param}.url")
+            return {"type": "video"}
         if self.frames:
             raise unsupported(param, "an image after a clip is not supported; put images first")
         self._check_number(1, param)
         self.images.append(Media(value["url"], f"{param}.url"))
-        return False, PLACEHOLDER
+        return {"type": "image"}
 
-    def _clip(self, url: str, param: str) -> int:
+    def _clip(self, url: str, param: str) -> None:
         if self.frames:
             raise unsupported(param, "a request may have one clip only")
         if not url.startswith(CLIP):
@@ -167,7 +177,6 @@ class _Reader:
         self._check_number(url.count(",", len(CLIP)) + 1, param)
         frames = url.removeprefix(CLIP).split(",")
         self.frames += [Media(f"data:image/jpeg;base64,{frame}", param) for frame in frames]
-        return len(frames)
 
     def _check_number(self, more: int, param: str) -> None:
         number = len(self.images) + len(self.frames) + more

@@ -16,6 +16,7 @@ from vlora.gateway.messages import Conversation, read_messages
 from vlora.sampling import KNOWN_KEYS, REFUSED
 from vlora.strict_json import is_text, load_object
 from vlora.structured.structure import KINDS, MAX_DEPTH, STRUCTURE_KEYS
+from vlora.vision.prompts import RAW_TASK
 
 # Maximum number of commas in a body. It limits the number of values, which take time to check.
 MAX_COMMAS = 1 << 18
@@ -44,9 +45,7 @@ NO_EFFECT = frozenset(
 # Fields of unsupported features, each with the values that do not request the feature. Each of
 # these fields may also be null.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
     "audio": (),
-    "continue_final_message": (False,),
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
@@ -63,6 +62,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 
+# Fields of vLLM that say how the prompt of a chat ends.
+CHAT_OPTIONS = ("add_generation_prompt", "continue_final_message")
 OWN = frozenset({"task"})  # Fields of this server that are not sampling keys.
 
 # Key of `structured_outputs` by vLLM's older name for it.
@@ -71,7 +72,7 @@ STRUCTURED = {name: kind for name, kind in STRUCTURE_KEYS.items() if kind is not
 COMMON = frozenset(
     {"model", "stream", "stream_options", "max_tokens", "response_format", "structured_outputs"}
 )
-CHAT = COMMON | {"messages", "max_completion_tokens", "logprobs", "top_logprobs"}
+CHAT = COMMON | {"messages", *CHAT_OPTIONS, "max_completion_tokens", "logprobs", "top_logprobs"}
 COMPLETION = COMMON | {"prompt", "logprobs"}
 
 # Sampling keys that are passed on to the server, which reads them or refuses them by name.
@@ -83,6 +84,7 @@ class Ask:
     """Content and options of a request.
 
     conversation: text, images and clips. Their URLs are not fetched yet.
+    task: the task that the request names, if any.
     sampling: the server's `sampling_parameters`, without the adapter.
     include_usage: whether a stream ends with the numbers of tokens.
     top_logprobs: number of alternatives to list for each token; None without log probabilities.
@@ -96,6 +98,11 @@ class Ask:
     stream: bool = False
     include_usage: bool = False
     top_logprobs: int | None = None
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether the conversation's text is JSON of messages."""
+        return self.chat and self.task != RAW_TASK
 
     @property
     def logprobs(self) -> bool:
@@ -117,10 +124,11 @@ def read_body(body: bytes | bytearray) -> dict[str, Any]:
 def read_chat(body: Mapping[str, Any]) -> Ask:
     """Return the request in a body of `/v1/chat/completions`. Raises ApiError."""
     given = _checked(body, CHAT, "chat completions")
-    conversation = read_messages(given.get("messages"))
+    task = _text(given, "task")
+    options = {name: _boolean(given, name) for name in CHAT_OPTIONS if name in given}
+    conversation = read_messages(given.get("messages"), task, options)
     sampling = _sampling(given)
     sampling["max_tokens"] = _max_tokens(given)
-    task = _text(given, "task") or ("chat" if conversation.turns > 1 else "auto")
     model, stream, usage = _model(given), _boolean(given, "stream"), _include_usage(given)
     logprobs = _chat_logprobs(given, sampling)
     return Ask(True, model, conversation, task, sampling, stream, usage, logprobs)

@@ -23,8 +23,9 @@ from transformers import AutoImageProcessor, AutoTokenizer, LlavaForConditionalG
 from vlora.adapters.files import WEIGHTS
 from vlora.generation.examples import Example
 from vlora.generation.spec import Item, Training
+from vlora.vision.chat_template import ChatTemplate
 from vlora.vision.families.base import PROCESSOR_BACKEND
-from vlora.vision.prompts import TASKS, ChatTemplate, render
+from vlora.vision.prompts import TASKS, render
 
 IGNORED = -100
 # Longest row of a batch, divided by its shortest. Longer rows get another batch, so that questions

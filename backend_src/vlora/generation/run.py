@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -290,6 +291,7 @@ def _write_folder(
     rename_base(part, spec.base.name)
     about: dict[str, Any] = {
         "tasks": sorted({item.task for item in items}),
+        "default_task": Counter(item.task for item in items).most_common(1)[0][0],
         "accuracy": {item.name: round(reached[item.name], 4) for item in items},
     }
     about["skills"] = [

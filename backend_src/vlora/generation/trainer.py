@@ -287,7 +287,8 @@ class PeftTrainer:
             if best is None or slack > best[0]:
                 best, failed = (slack, scores, average.values()), 0
             # An attempt that nearly keeps its promises continues from its best weights.
-            go_on = restarts and all(self.goals[n].nearly_reached(s) for n, s in best[1].items())
+            nearly = [self.goals[name].nearly_reached(score) for name, score in best[1].items()]
+            go_on = restarts and all(nearly)
             if not broken_promises(self.goals, scores) or (step == schedule.end and not go_on):
                 break
             if step == schedule.end:

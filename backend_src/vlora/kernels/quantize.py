@@ -49,10 +49,11 @@ def quantize(
     chosen = backend or backends.backend_of("kernels")
     rows, depth = weight.shape
     direct = weight.dtype in (torch.float32, torch.bfloat16)
-    some = rows if direct else max(1, CONVERTED_AT_ONCE // max(1, depth))
-    for first in range(0, rows, max(1, some)):
-        target = into.rows(first, min(some, rows - first))
-        part = weight[first : first + some]
+    # A converted copy of the whole matrix would double the memory that it needs.
+    step = max(1, rows if direct else CONVERTED_AT_ONCE // max(1, depth))
+    for first in range(0, rows, step):
+        target = into.rows(first, min(step, rows - first))
+        part = weight[first : first + step]
         part = part if direct else part.float()
         if chosen == "reference":
             bad = quantize_reference(part, target)

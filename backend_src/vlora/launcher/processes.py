@@ -17,6 +17,7 @@ from typing import IO
 import psutil
 
 from vlora.launcher import tether
+from vlora.server_run import SERVER_VARIABLE
 
 KILL_SECONDS = 5.0  # Only a process that hangs in the kernel takes longer to end.
 MIB = 1 << 20
@@ -34,7 +35,8 @@ def start_tied(
     started: Future[subprocess.Popen[bytes]] = Future()
 
     def start_and_wait() -> None:
-        tied = [sys.executable, "-I", "-S", tether.__file__, str(os.getpid()), *command]
+        arguments = [str(os.getpid()), SERVER_VARIABLE, *command]
+        tied = [sys.executable, "-I", "-S", tether.__file__, *arguments]
         try:
             process = subprocess.Popen(
                 tied,

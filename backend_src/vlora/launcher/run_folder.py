@@ -22,11 +22,9 @@ import psutil
 
 from vlora.errors import ServerError
 from vlora.launcher.processes import end
+from vlora.server_run import SHARED_MEMORY, release_shared_memory, shared_memory_prefix
 
-# Environment variable by which a server and its models get the path of their run's folder.
-RUN_VARIABLE = "VLORA_RUN"
 PROGRAMS = ("tritonserver", "triton_python_backend_stub")
-SHARED_MEMORY = Path("/dev/shm")
 TOKEN = re.compile(r"[0-9a-f]{16}")
 
 
@@ -52,25 +50,11 @@ def is_starting(grpc_port: int) -> bool:
     return any(_is_owned(mark.parent / "lock") for mark in starting)
 
 
-def shared_memory_prefix(folder: Path) -> str:
-    """Return the prefix of the names of the run's shared memory."""
-    # Triton reserves its beginning from release 25.07 on, so no client can register this memory.
-    return f"triton_python_backend_shm_region_vlora_{folder.name}_"
-
-
 def protect_shared_memory(folder: Path) -> None:
     """Make the run's shared memory, which contains requests, readable by this user only."""
     # The Python backend ignores the umask.
     for region in SHARED_MEMORY.glob(f"{shared_memory_prefix(folder)}*"):
         region.chmod(0o600)
-
-
-def release_shared_memory(folder: Path) -> int:
-    """Unlink the run's shared memory, which must not be in use; return the number of files."""
-    regions = list(SHARED_MEMORY.glob(f"{shared_memory_prefix(folder)}*"))
-    for region in regions:
-        region.unlink(missing_ok=True)
-    return len(regions)
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:

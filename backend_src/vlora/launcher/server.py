@@ -19,10 +19,10 @@ from typing import Any
 
 import psutil
 
-from vlora import net
+from vlora import draining, net, server_run
 from vlora.config import ADAPTERS_VARIABLE, MODEL_VARIABLE
 from vlora.errors import ServerError
-from vlora.launcher import draining, processes, run_folder, server_log
+from vlora.launcher import processes, run_folder, server_log
 from vlora.launcher.assembly import Assembly, assemble
 from vlora.launcher.guard import guarded
 from vlora.launcher.repository import STANDARD_OUTPUT, ServerOptions, copy_with_overrides
@@ -205,7 +205,7 @@ class TritonServer:
             self._process.kill()
             self._process.wait()
             processes.end(run_folder.processes_of(self._folder), grace_seconds=1.0)
-            run_folder.release_shared_memory(self._folder)
+            server_run.release_shared_memory(self._folder)
         self._stack.close()
 
     def _drain(self, seconds: float) -> None:
@@ -235,7 +235,7 @@ class TritonServer:
         return copy
 
     def _arguments(self, repository: Path) -> list[str]:
-        prefix = run_folder.shared_memory_prefix(self._folder)
+        prefix = server_run.shared_memory_prefix(self._folder)
         ports = {name: getattr(self.options, f"{name}_port") for name in LISTENERS}
         python = {**PYTHON_BACKEND, "shm-region-prefix-name": prefix}
         return [
@@ -254,7 +254,7 @@ class TritonServer:
 
     def _environment(self, assembly: Assembly) -> dict[str, str]:
         environment = {**os.environ, **assembly.environment, **self.options.environment}
-        environment[run_folder.RUN_VARIABLE] = str(self._folder)
+        environment[server_run.RUN_VARIABLE] = str(self._folder)
         model, adapters = self.options.model, self.options.adapters
         for variable, folder in ((MODEL_VARIABLE, model), (ADAPTERS_VARIABLE, adapters)):
             if folder is not None:

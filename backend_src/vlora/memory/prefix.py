@@ -24,8 +24,8 @@ class BlockKey(NamedTuple):
 
     scope: digest of the adapter's weights ("" for the base model), followed by the weight mode if
         that changes keys and values.
-    content: chained SHA-256 of all tokens and image features up to the end of the block, followed
-        by the position where an activated LoRA starts if it changes the block.
+    content: chained SHA-256 of all that the forward pass reads of the prompt up to the end of the
+        block, followed by the position where an activated LoRA starts if it changes the block.
     """
 
     scope: str
@@ -35,17 +35,26 @@ class BlockKey(NamedTuple):
 class BlockDigests:
     """Content digests of a sequence's whole blocks, computed as their tokens become known.
 
+    A digest covers tokens, image features and rotary positions, all of which a client determines.
+    The positions of generated tokens follow from those of the whole prompt.
+
     block: number of tokens per block.
-    feature_row: [n] row of `features` at each position of the prompt, or NO_IMAGE.
-    features: [rows, hidden] image features of the prompt, or None.
+    feature_row: [n] row of the features at each position of the prompt, or NO_IMAGE.
+    features: for the embedding and each level, [rows, hidden] image features of the prompt.
+    positions: [3, n] rotary positions of the prompt; None if they are the tokens' indices.
     """
 
     def __init__(
-        self, block: int, feature_row: torch.Tensor, features: torch.Tensor | None
+        self,
+        block: int,
+        feature_row: torch.Tensor,
+        features: Sequence[torch.Tensor] = (),
+        positions: torch.Tensor | None = None,
     ) -> None:
         self.block = block
         self._feature_row = feature_row.numpy()
-        self._features = None if features is None else features.contiguous().numpy()
+        self._features = [level.contiguous().numpy() for level in features]
+        self._positions = None if positions is None else positions.numpy()
         self._digests: list[bytes] = []
 
     def up_to(self, tokens: Sequence[int], length: int) -> list[bytes]:
@@ -57,9 +66,13 @@ class BlockDigests:
             state.update(np.asarray(tokens[start : start + self.block], np.int64).tobytes())
             rows = self._feature_row[start : start + self.block]
             image_rows = rows[rows != NO_IMAGE]
-            if self._features is not None and len(image_rows):
+            if len(image_rows):
                 state.update(np.flatnonzero(rows != NO_IMAGE).tobytes())
-                state.update(np.ascontiguousarray(self._features[image_rows]).data)
+                for level in self._features:
+                    state.update(np.ascontiguousarray(level[image_rows]).data)
+            if self._positions is not None:
+                positions = self._positions[:, start : start + self.block]
+                state.update(np.ascontiguousarray(positions).data)
             self._digests.append(state.digest())
         return self._digests[:blocks]
 

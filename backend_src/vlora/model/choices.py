@@ -83,7 +83,7 @@ class ChoiceSet:
 
     def following(self, low: int, high: int, done: int) -> tuple[IndexArray, IndexArray]:
         """Return the ids, ascending, of the tokens that may come after the first `done` bytes of
-        spellings[low:high], which are equal, and how many tokens must follow each.
+        spellings[low:high], which are equal up to there, and how many tokens must follow each.
         """
         key = (low, high, done)
         if key not in self._cache:

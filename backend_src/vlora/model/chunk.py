@@ -32,6 +32,12 @@ class Prompt:
     positions: torch.Tensor | None = None
     level_features: torch.Tensor | None = None
 
+    @property
+    def all_features(self) -> list[torch.Tensor]:
+        """Features for the embedding and for each level, each [rows, hidden]; [] without images."""
+        levels = () if self.level_features is None else self.level_features
+        return [] if self.features is None else [self.features, *levels]
+
     @cached_property
     def position_shift(self) -> int:
         """Rotary position of a generated token minus its index in the sequence."""

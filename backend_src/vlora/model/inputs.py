@@ -11,8 +11,8 @@ from vlora.errors import InvalidArgument, prompt_too_long
 from vlora.ids import NO_IMAGE
 from vlora.model.chunk import Chunk, Prompt
 from vlora.model.decoder_config import DecoderConfig
-from vlora.model.tokenizer import TokenLength, load_tokenizer
-from vlora.request import ImageFeatures
+from vlora.model.tokenizer import LiteralTokenizer, TokenLength, load_tokenizer
+from vlora.request import ImageFeatures, PromptText
 
 Grid = tuple[int, int, int]  # Size of an image in tokens: time, height and width.
 
@@ -102,6 +102,7 @@ class PromptReader:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._token_length = TokenLength(self.tokenizer)
+        self._literal = LiteralTokenizer(self.tokenizer)
 
     def check_length(self, text: str, context: int) -> None:
         """Raise InvalidArgument if `text` is certainly too long for a context of this many tokens.
@@ -177,8 +178,12 @@ class PromptReader:
     def _tokenize(self, text: str) -> list[int]:
         """Return the token ids, with a begin-of-text token unless the text begins with it."""
         bos = self.tokenizer.bos_token
-        has_bos = bool(bos) and text.startswith(bos)
+        literals = text.literals if isinstance(text, PromptText) else ()
+        has_bos = bool(bos) and text.startswith(bos) and (0, len(bos)) not in literals
+        is_complete = has_bos or (isinstance(text, PromptText) and text.is_complete)
+        if self._literal.spells_special(text, literals):
+            return self._literal.encode(text, literals, add_special_tokens=not is_complete)
         # `encode` would hold the GIL. Calling the tokenizer itself would change its state and
         # compute offsets, which takes longer than computing the tokens.
-        (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=not has_bos)
+        (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=not is_complete)
         return list(encoded.ids)

@@ -12,12 +12,14 @@ import codecs
 import json
 import math
 import re
-from collections.abc import Mapping
+import secrets
+import threading
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, normalizers
+from tokenizers import AddedToken, Tokenizer, normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
@@ -226,6 +228,76 @@ def _flat(part: Spec | None, key: str) -> list[Spec]:
     if part["type"] != "Sequence":
         return [part]
     return [step for inner in part[key] for step in _flat(inner, key)]
+
+
+class LiteralTokenizer:
+    """Copy of a tokenizer whose special tokens have names that nobody can write. Thread-safe.
+
+    Splitting the text instead, and tokenizing the parts, would give other tokens at the borders.
+    The copy is made when it is first needed, because it takes as much memory as the original.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._backend = tokenizer.backend_tokenizer
+        added = tokenizer.added_tokens_decoder.items()
+        self._special_ids = {id: token.content for id, token in added if token.special}
+        self._lock = threading.Lock()
+        self._copy: Tokenizer | None = None
+        self._mark = secrets.token_hex(8)
+        self._names = {text: f"{self._mark}-{id}-" for id, text in self._special_ids.items()}
+        # A pattern takes the first alternative that fits, the tokenizer the longest.
+        words = map(re.escape, sorted(self._names, key=len, reverse=True))
+        self._special = re.compile("|".join(words) or r"(?!)")
+
+    def encode(
+        self, text: str, literals: Iterable[tuple[int, int]], add_special_tokens: bool
+    ) -> list[int]:
+        """Return the tokens of a text. No special token begins in a literal.
+
+        literals: spans (start, end) of the text, in ascending order.
+
+        Raises InvalidArgument if the vocabulary cannot express a literal without a special token.
+        """
+        copy = self._renamed()
+        parts: list[str] = []
+        end = 0
+        for start, stop in literals:
+            parts += (self._rename(text[end:start]), text[start:stop])
+            end = stop
+        parts.append(self._rename(text[end:]))
+        (encoded,) = copy.encode_batch_fast(["".join(parts)], add_special_tokens=False)
+        for id in encoded.ids:
+            if id in self._special_ids:
+                raise InvalidArgument(
+                    f"the text has {self._special_ids[id]!r}, which this model's tokenizer cannot"
+                    " represent as text; leave it out"
+                )
+        if add_special_tokens:
+            encoded = copy.post_process(encoded)
+        return [self._ids.get(id, id) for id in encoded.ids]
+
+    def spells_special(self, text: str, literals: Iterable[tuple[int, int]]) -> bool:
+        """Return whether a literal would become a special token if it were tokenized as usual."""
+        return any(self._special.search(text[start:stop]) for start, stop in literals)
+
+    def _rename(self, text: str) -> str:
+        return self._special.sub(lambda found: self._names[found[0]], text)
+
+    def _renamed(self) -> Tokenizer:
+        with self._lock:
+            if self._copy is None:
+                spec = json.loads(self._backend.to_str())
+                for token in spec["added_tokens"]:
+                    token["content"] = self._names.get(token["content"], token["content"])
+                copy = Tokenizer.from_str(json.dumps(spec))
+                copy.no_truncation()
+                copy.no_padding()
+                self._ids = {
+                    copy.token_to_id(name): self._backend.token_to_id(content)
+                    for content, name in self._names.items()
+                }
+                self._copy = copy
+            return self._copy
 
 
 RANKS = "qwen.tiktoken"

@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from vlora.errors import InvalidArgument
-from vlora.launcher.run_folder import RUN_VARIABLE
+from vlora.server_run import RUN_VARIABLE
 from vlora.serving.tensors import Array, Inputs, Tensors, strings
 
 # An output of `vision_encoder`, and an input of the models after it.

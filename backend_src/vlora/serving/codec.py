@@ -20,8 +20,9 @@ from vlora.sampling import ADAPTER_KEY, KNOWN_KEYS, SamplingParams, is_known
 from vlora.serving.tensors import Inputs, Tensors
 from vlora.strict_json import load_object
 from vlora.structured.structure import MAX_DEPTH, STRUCTURE_KEYS
+from vlora.vision.chat_template import Chat, ChatTemplate
 from vlora.vision.images import check_count
-from vlora.vision.prompts import AUTO_TASK, TASKS, ChatTemplate, render
+from vlora.vision.prompts import AUTO_TASK, CHAT_TASK, TASKS, render
 
 if TYPE_CHECKING:
     from vlora.adapters.files import AdapterInfo
@@ -75,12 +76,14 @@ class Call:
     stream: whether every new piece of text is sent as a response of its own.
     prepend_input: whether the text begins with the prompt.
     outputs: names of the outputs that each response has in addition to the text.
+    chat: the conversation in `text`, if the request says that it is one.
     images: image features; None without images, or until `raw_images` are encoded.
     metadata: content of the input `metadata`, which the answer returns.
     ensemble: whether the request came through an ensemble.
     """
 
     text: str
+    chat: Chat | None
     task: str | None
     sampling: Mapping[str, Any]
     stream: bool
@@ -133,6 +136,7 @@ def read_call(
     returned = {name for name in RETURNED if inputs.flag(f"return_{name}")}
     return Call(
         text=text,
+        chat=Chat.parse(text) if inputs.flag("messages") else None,
         task=inputs.text("task") or None,
         sampling=sampling,
         stream=stream,
@@ -242,7 +246,7 @@ def prepare(
     info: description of the adapter that the request uses; None for the base model.
     """
     task = _task_of(call, info)
-    prompt = render(task, call.text, *call.counts, template)
+    prompt = render(task, call.chat or call.text, *call.counts, template)
     defaults = SamplingParams()
     if call.ensemble:
         defaults = SamplingParams(temperature=0.0, max_tokens=TASKS[task].max_tokens)
@@ -280,11 +284,13 @@ def is_structured(call: Call) -> bool:
 
 
 def _task_of(call: Call, info: AdapterInfo | None) -> str:
-    """Return the task. "auto" is the adapter's only task, else DEFAULT_TASK; `lmm`'s is raw."""
-    if call.task is None and not call.ensemble:
-        return "raw"
+    """Return the task that the request names, else the adapter's, else the default."""
     if call.task is not None and call.task != AUTO_TASK:
         return call.task
-    if info is not None and len(info.tasks) == 1:
-        return info.tasks[0]
-    return DEFAULT_TASK
+    if call.chat is not None:
+        # A task's template takes one message.
+        own = None if info is None or len(call.chat.messages) > 1 else info.own_task
+        return own or CHAT_TASK
+    if call.task is None and not call.ensemble:
+        return "raw"
+    return (None if info is None else info.own_task) or DEFAULT_TASK

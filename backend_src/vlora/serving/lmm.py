@@ -33,7 +33,8 @@ from vlora.serving.codec import (
 )
 from vlora.serving.service import ServedRequest, Service
 from vlora.serving.tensors import Tensors, bytes_of, strings
-from vlora.vision.prompts import TASKS, ChatTemplate
+from vlora.vision.chat_template import ChatTemplate
+from vlora.vision.prompts import TASKS
 
 if TYPE_CHECKING:
     from vlora.adapters.catalog import NameTable
@@ -101,8 +102,7 @@ class LmmService(Service):
             request.answer({"details": strings([self._describe()])})
             return
         self._check_open()
-        self._engine.admit(request)
-        self.table.hold(request, bytes_of(tensors))
+        self._engine.admit(request, bytes_of(tensors))
         call = read_call(tensors, parameters, self._limits, self._stamps.read(tensors))
         if call.raw_images or len(call.text) > LONG_PROMPT or is_structured(call):
             pool = self._structured if is_structured(call) else self._pool
@@ -118,7 +118,7 @@ class LmmService(Service):
             size = features.features.nbytes
             call = replace(call, images=features, raw_images={})
         if self.table.take(request):
-            self.table.hold(request, size)
+            self.table.resize(request, size)
             self._submit(request, call)
 
     def _encoder_inputs(self, call: Call) -> Tensors:
@@ -216,6 +216,7 @@ def _entry(name: str, info: AdapterInfo) -> dict[str, object]:
     return {
         "name": name,
         "tasks": list(info.tasks),
+        "default_task": info.own_task,
         "accuracy": dict(info.accuracy),
         "ranks": list(info.ranks),
         "head_labels": list(info.head_labels),

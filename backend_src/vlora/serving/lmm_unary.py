@@ -59,8 +59,7 @@ class LmmUnaryService(Service):
         if len(self.table) >= self._max_requests:
             waiting = len(self.table) - self._max_running
             raise Unavailable(f"the queue is full: {waiting} requests are waiting")
-        self.table.add(request)
-        self.table.hold(request, bytes_of(tensors))
+        self.table.add(request, bytes_of(tensors))
         arrival = self._stamps.read(tensors)
         sampling = read_sampling(Inputs(tensors), parameters, self._limits)
         freshness = freshness_of(sampling, arrival)

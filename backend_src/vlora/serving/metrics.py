@@ -245,7 +245,8 @@ class EngineExporter(Exporter):
             mode: Levels(registry, {**labels, "mode": mode.value}, MODE_EXPORTS) for mode in Mode
         }
 
-        tokens = _one_two_five(max_tokens)
+        steps = (digit * 10**power for power in range(len(str(max_tokens))) for digit in (1, 2, 5))
+        tokens = [float(step) for step in steps if step <= max_tokens]  # 1, 2, 5, 10, …
         self._histograms = {
             name: registry.histogram(f"vllm:{name}", text, labels, buckets or tokens)
             for name, (text, buckets) in HISTOGRAMS.items()
@@ -305,12 +306,6 @@ class EngineExporter(Exporter):
         while self._observed:
             metric, value = self._observed.popleft()
             metric.observe(value)
-
-
-def _one_two_five(limit: int) -> list[float]:
-    """Return 1, 2, 5, 10, … up to `limit`."""
-    steps = (digit * 10**power for power in range(len(str(limit))) for digit in (1, 2, 5))
-    return [float(step) for step in steps if step <= limit]
 
 
 class _LoraInfo:

@@ -15,11 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
+from vlora import draining
 from vlora.config import AUTO, Options
 from vlora.errors import InvalidArgument
-from vlora.launcher import draining
-from vlora.launcher.run_folder import RUN_VARIABLE, release_shared_memory
-from vlora.launcher.tether import SERVER_VARIABLE
+from vlora.server_run import RUN_VARIABLE, SERVER_VARIABLE, release_shared_memory
 
 ON_GPU = ("GPU", "KIND_GPU")
 

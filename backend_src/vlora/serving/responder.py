@@ -7,15 +7,12 @@ models lose the separate one.
 from __future__ import annotations
 
 import logging
-import re
 from typing import Protocol
 
-from vlora.errors import BY_CODE, Internal, VLoraError
+from vlora.errors import Internal, VLoraError
 from vlora.serving.tensors import Tensors
 
 log = logging.getLogger(__name__)
-
-_CODED = re.compile(r"(?:^|\W)(" + "|".join(BY_CODE) + r"): (.*)", re.DOTALL)
 
 # Maximum size of an error message as gRPC encodes it, with three bytes for each byte of a character
 # that is not ASCII. Its trailers may have 8 KiB by default.
@@ -52,19 +49,6 @@ def as_sendable(text: str) -> str:
             return f"{''.join(pieces)} … ({len(text)} characters in all)"
         pieces.append(character)
     return "".join(pieces)
-
-
-def is_coded(message: str) -> bool:
-    """Return whether a message contains a code of `vlora.errors`. Triton's own messages do not."""
-    return _CODED.search(message) is not None
-
-
-def from_message(message: str) -> VLoraError:
-    """Return the error that a message of `to_message` describes; Internal if it has no code."""
-    match = _CODED.search(message)
-    if match is None:
-        return Internal(message)
-    return BY_CODE[match[1]](match[2])
 
 
 def as_vlora_error(error: BaseException, what: str) -> VLoraError:

@@ -106,8 +106,7 @@ class VisionService(Service):
             return
         if len(self.table) >= self._max_requests:
             raise Unavailable(f"the queue is full: {len(self.table)} requests are waiting")
-        self.table.add(request)
-        self.table.hold(request, bytes_of(images))
+        self.table.add(request, bytes_of(images))
         sampling = read_sampling(Inputs(tensors), parameters, self._limits)
         freshness = freshness_of(sampling, arrival)
         images_to_decode = read_images(tensors, self._limits)

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.activations import QuickGELUActivation
@@ -51,6 +51,13 @@ class _InPlaceQuickGelu(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Overwrite x with its activation and return it."""
         return torch.nn.functional.silu(x.mul_(1.702), inplace=True).mul_(1 / 1.702)
+
+
+class PreparedImage(NamedTuple):
+    """An image with its view set (see `DecodedImage.view`), and its `VisionEncoder.grid`."""
+
+    image: DecodedImage
+    grid: tuple[int, int]
 
 
 class VisionEncoder:
@@ -114,9 +121,10 @@ class VisionEncoder:
         """Return (height, width) of an image in patches of the tower."""
         return self._family.grid(self._config, self._processor, image)
 
-    def with_views(self, images: Sequence[DecodedImage]) -> Sequence[DecodedImage]:
-        """Return the images of one request, each with its view set (see `DecodedImage.view`)."""
-        return self._family.with_views(self._clips, images)
+    def prepare(self, images: Sequence[DecodedImage]) -> list[PreparedImage]:
+        """Return the images of one request, with their views and grids."""
+        with_views = self._family.with_views(self._clips, images)
+        return [PreparedImage(image, self.grid(image)) for image in with_views]
 
     def encode(
         self, images: Sequence[DecodedImage], part: VisionPart | None = None
@@ -230,18 +238,15 @@ class TextOnlyEncoder:
         self.layers: Mapping[str, torch.nn.Linear] = {}
         self._model_type = model_type
 
-    def grid(self, image: DecodedImage) -> tuple[int, int]:
-        raise self._refusal()
-
-    def with_views(self, images: Sequence[DecodedImage]) -> Sequence[DecodedImage]:
+    def prepare(self, images: Sequence[DecodedImage]) -> list[PreparedImage]:
         if images:
             raise self._refusal()
-        return images
+        return []
 
     def encode(
         self, images: Sequence[DecodedImage], part: VisionPart | None = None
     ) -> list[FloatArray]:
-        self.with_views(images)
+        self.prepare(images)
         return []
 
     def _refusal(self) -> Unsupported:

@@ -27,7 +27,7 @@ from vlora.vision.adapters import VisionPart
 from vlora.vision.images import DecodedImage
 
 if TYPE_CHECKING:
-    from vlora.vision.encoder import TextOnlyEncoder, VisionEncoder
+    from vlora.vision.encoder import PreparedImage, TextOnlyEncoder, VisionEncoder
 
 # Maximum number of images in one call of the tower, which limits the memory of activations.
 MAX_TOWER_BATCH = 32
@@ -173,8 +173,8 @@ class EncoderService:
         Raises the encoder's VLoraError, or Internal for any other exception of the encoder.
         """
         parts = parts or [None] * len(batch)
-        requests = list(zip(map(self._encoder.with_views, batch), parts, strict=True))
-        images = [(image, part) for request, part in requests for image in request]
+        requests = list(zip(map(self._encoder.prepare, batch), parts, strict=True))
+        images = [(one.image, part) for request, part in requests for one in request]
         keys = [_key(image, part, self._encoder.tower_digest) for image, part in images]
         features = self._encode_all(images, keys)
         encoded = []
@@ -230,7 +230,7 @@ class EncoderService:
 
     def _assemble(
         self,
-        images: Sequence[DecodedImage],
+        images: Sequence[PreparedImage],
         features: list[FloatArray],
         keys: list[str],
         adapter_version: str,
@@ -238,14 +238,15 @@ class EncoderService:
         layout: list[list[int]] = []
         size: list[tuple[int, int]] = []
         first = 0
-        for image, own in zip(images, features, strict=True):
+        for (image, grid), own in zip(images, features, strict=True):
             frames = image.frames if image.is_video else 0
             if image.continues:
+                # A later step in time of the same clip adds rows, a step and frames to its entry.
                 layout[-1][1] += len(own)
                 layout[-1][2] += 1
                 layout[-1][5] += frames
             else:
-                layout.append([first, len(own), 1, *self._encoder.grid(image), frames])
+                layout.append([first, len(own), 1, *grid, frames])
                 size.append((image.height, image.width))
             first += len(own)
         empty = np.zeros((0, self._encoder.hidden), np.float32)

@@ -19,7 +19,7 @@ struct Instance {
   cudaError_t (*launch)(const Group&, int begin, int end, int blocks, cudaStream_t);
 };
 
-// tools/tile_search/cuda_build.py generates their definitions together with the instances.
+// build.py generates their definitions together with the instances.
 extern const Instance* const kInstances;
 extern const int kInstanceCount;
 

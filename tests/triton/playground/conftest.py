@@ -1,10 +1,8 @@
-"""Fixtures of the playground: a browser, a server of the demo model, and a gateway."""
+"""Fixtures of the playground: a browser, and a gateway of the demo's server."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,15 +10,7 @@ import pytest
 from tests.support.browser import Page, browser
 from tests.support.gateway import Gateway, running
 from tests.support.playground import WIDTHS
-from tools.demo.__main__ import ADAPTERS
-from vlora.launcher.repository import ServerOptions
 from vlora.launcher.server import TritonServer
-
-
-@pytest.fixture(scope="session")
-def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a copy of the demo's adapters, which a test may break."""
-    return Path(shutil.copytree(ADAPTERS, tmp_path_factory.mktemp("demo") / "adapters"))
 
 
 @pytest.fixture(scope="session")
@@ -30,21 +20,13 @@ def driver() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def playground_server(
-    driver: Any, adapters: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[TritonServer]:
-    log = tmp_path_factory.mktemp("playground-server") / "tritonserver.log"
-    with TritonServer(ServerOptions(adapters=adapters, log=log)) as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
 def gateway(
-    playground_server: TritonServer, tmp_path_factory: pytest.TempPathFactory
+    driver: Any, demo_server: TritonServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Gateway]:
+    """Yield a gateway of the demo's server. Without a browser, no server is started."""
     folder = tmp_path_factory.mktemp("playground")
-    options = ("--metrics-url", playground_server.metrics_url)
-    with running(playground_server.grpc_url, folder, *options) as started:
+    options = ("--metrics-url", demo_server.metrics_url)
+    with running(demo_server.grpc_url, folder, *options) as started:
         yield started
 
 

@@ -33,10 +33,10 @@ def test_nothing_is_loaded_from_elsewhere(page: Page, gateway: Gateway) -> None:
     assert all(name.startswith((f"http://{gateway.address}/", "data:")) for name in names)
 
 
-def test_an_error_of_an_adapter_is_shown(page: Page, adapters: Path) -> None:
+def test_an_error_of_an_adapter_is_shown(page: Page, demo_adapters: Path) -> None:
     page.choose(".column-a .adapter", "glyphs")
     page.write("#question", "What symbol is this?")
-    config = adapters / "glyphs" / "adapter_config.json"
+    config = demo_adapters / "glyphs" / "adapter_config.json"
     before = config.read_text()
     try:
         config.write_text("{")
@@ -63,11 +63,11 @@ def test_an_error_of_an_adapter_is_shown(page: Page, adapters: Path) -> None:
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_server_that_is_dropped_is_found_again(
-    driver: Any, playground_server: TritonServer, tmp_path: Path, width: int
+    driver: Any, demo_server: TritonServer, tmp_path: Path, width: int
 ) -> None:
     """Kill the gateway in the middle of an answer, start it again, and ask again."""
     page = Page(driver, width)
-    with running(playground_server.grpc_url, tmp_path) as first:
+    with running(demo_server.grpc_url, tmp_path) as first:
         page.open(first.address)
         page.wait("#status", "Connected")
         page.click(".more summary")
@@ -82,7 +82,7 @@ def test_a_server_that_is_dropped_is_found_again(
     assert page.text(".answer"), "what has come stays"
     page.wait("#status", "No connection to the gateway; trying again")
     port = int(first.address.rpartition(":")[2])
-    with running(playground_server.grpc_url, tmp_path, port=port):
+    with running(demo_server.grpc_url, tmp_path, port=port):
         page.wait("#status", "Connected")
         page.click(".failure button")
         page.answer()
@@ -101,11 +101,11 @@ def test_a_gateway_without_a_server_says_so(driver: Any, tmp_path: Path) -> None
 
 
 def test_a_key_is_asked_for_and_kept_in_memory_only(
-    driver: Any, playground_server: TritonServer, tmp_path: Path
+    driver: Any, demo_server: TritonServer, tmp_path: Path
 ) -> None:
     keys = tmp_path / "keys"
     keys.write_text(f"alice {KEY}\n")
-    with running(playground_server.grpc_url, tmp_path, "--keys", str(keys)) as gateway:
+    with running(demo_server.grpc_url, tmp_path, "--keys", str(keys)) as gateway:
         page = Page(driver, WIDTHS[0])
         page.open(gateway.address)
         page.wait("#status", "Enter an API key")

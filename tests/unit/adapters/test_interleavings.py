@@ -71,67 +71,6 @@ def check(harness: Harness, handles: set[AdapterHandle]) -> None:
         assert harness.store.slots.adapter(slot) is handle.adapter
 
 
-def test_a_copy_is_not_dropped_while_it_is_packed(make_stepped: Any) -> None:
-    harness, loader, packer = make_stepped(2, 2 * ADAPTER_BYTES)
-    packed, loaded = harness.handle(0), harness.handle(5)
-    harness.store.advance([packed, loaded])
-    assert (packed.state, loaded.state) == (AdapterState.PACKING, AdapterState.LOADING)
-    loader.run_next()
-    harness.store.apply()  # The host tier holds two: it evicts the one that is not in use.
-    assert harness.handle(1).state is AdapterState.ON_DISK
-    assert packed.adapter is not None
-    packer.run_next()
-    harness.store.apply()
-    assert packed.resident
-    assert packed.digest == packed.adapter.info.digest
-
-
-def test_weights_that_arrive_for_a_replaced_version_are_not_kept(make_stepped: Any) -> None:
-    harness, loader, _ = make_stepped(2, 0)
-    old = harness.handle(0)
-    harness.store.advance([old])
-    loader.run_next()
-    write_adapter(harness.root / "a0", 50)
-    harness.reread()
-    assert (old.state, old.retired) == (AdapterState.ON_DISK, True)
-    assert harness.store.tiers.host.used_bytes == 0
-    assert harness.handle(0).state is AdapterState.ON_DISK
-
-
-def test_a_version_that_is_replaced_while_it_is_packed_is_evicted_first(make_stepped: Any) -> None:
-    harness, _, packer = make_stepped(2)
-    old = harness.handle(0)
-    harness.store.advance([old, harness.handle(1)])
-    write_adapter(harness.root / "a0", 50)
-    harness.reread()
-    assert old.state is AdapterState.PACKING
-    packer.run_next()
-    packer.run_next()
-    harness.store.advance([harness.handle(2)])
-    assert old.state is AdapterState.ON_DISK
-    assert harness.handle(1).resident
-    check(harness, {old, *(harness.handle(i) for i in range(6))})
-
-
-def test_a_version_that_cannot_be_packed_keeps_no_copy(
-    make_stepped: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    harness, _, packer = make_stepped(1)
-    handle, before = harness.handle(0), harness.store.tiers.host.used_bytes
-
-    def fail(*_: Any) -> None:
-        raise ValueError("a pair that does not fit")
-
-    harness.store.advance([handle])
-    with monkeypatch.context() as patch:
-        patch.setattr(harness.group, "put", fail)
-        packer.run_next()
-    harness.store.apply()
-    assert handle.state is AdapterState.FAILED
-    assert harness.store.tiers.host.used_bytes == before - ADAPTER_BYTES
-    assert harness.pool.adapter == 0
-
-
 def test_a_version_never_gets_a_second_digest(make_stepped: Any) -> None:
     harness, loader, _ = make_stepped(2, ADAPTER_BYTES)
     handle = harness.handle(0)

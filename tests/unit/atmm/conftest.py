@@ -8,15 +8,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.support.atmm_problems import CUDA, EMULATED, emulation, implementations
+from tests.support.atmm_problems import CUDA, EMULATED, implementations
 from vlora.atmm import tiles
-from vlora.atmm.cuda.operator import Operator, using
+from vlora.atmm.cuda.operator import using
 from vlora.backends import Backend
-
-
-@pytest.fixture(scope="session")
-def emulated() -> Operator:
-    return Operator(emulation(), torch.device("cpu"))
 
 
 @pytest.fixture(params=implementations())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -11,6 +13,7 @@ from tests.support.atmm_problems import (
     BF16,
     FORMS,
     FP32,
+    Form,
     check,
     compiled,
     each_form,
@@ -18,10 +21,13 @@ from tests.support.atmm_problems import (
     group_of,
     tolerance_of,
 )
+from tests.support.drawing import drawn
 from vlora.atmm import op, tiles
 from vlora.atmm.groups import LoraGroup
 from vlora.atmm.types import LoraPair, Segment
 from vlora.backends import Backend
+
+OUTSIDE = "outside the 4 rows|beyond the 64-bit range|start|length"
 
 
 @st.composite
@@ -44,117 +50,88 @@ def problems(draw: st.DrawFn) -> tuple[int, list[int], list[int | None], list[Se
     return d_in, d_outs, ranks, segments, row, draw(st.sampled_from([0, 1, 3, 16]))
 
 
-@each_form
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=90, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(problem=problems(), threads=st.sampled_from([1, 2, 3]))
+@given(problem=problems(), threads=st.sampled_from([1, 2, 3]), form=st.sampled_from(FORMS))
 def test_any_problem_equals_float64(
     problem: tuple[int, list[int], list[int | None], list[Segment], int, int],
     threads: int,
+    form: Form,
     backend: Backend,
-    dtype: torch.dtype,
-    rows_dtype: torch.dtype,
 ) -> None:
     d_in, d_outs, ranks, segments, rows, padding = problem
-    group = group_of(d_in, d_outs, ranks, dtype)
-    x = torch.randn(rows, d_in + padding).to(rows_dtype)[:, padding:]
-    y = torch.randn(rows, sum(d_outs) + padding).to(rows_dtype)[:, padding:]
+    group = group_of(d_in, d_outs, ranks, form.dtype)
+    x = form.randn(rows, d_in + padding)[:, padding:]
+    y = form.randn(rows, sum(d_outs) + padding)[:, padding:]
     check(y, x, segments, group, backend, threads=threads)
 
 
 @each_form
-@pytest.mark.parametrize("rows", [0, 1, 3, 8192])
-def test_long_and_short_steps_equal_float64(
-    rows: int, backend: Backend, dtype: torch.dtype, rows_dtype: torch.dtype
+def test_long_and_short_steps_and_ranks_beyond_a_row_of_scratch_equal_float64(
+    backend: Backend, form: Form
 ) -> None:
-    group = group_of(96, [64, 32], [16, 33], dtype)
-    middle = rows // 2
-    segments = [Segment(0, middle, 0), Segment(middle, rows - middle, 1), Segment(0, rows, 0, -1)]
-    x, y = torch.randn(rows, 96).to(rows_dtype), torch.randn(rows, 96).to(rows_dtype)
-    check(y, x, segments, group, backend, threads=2)
+    for rows, ranks in (
+        *((rows, (16, 33)) for rows in (0, 1, 3, 8192)),
+        *((rows, (300, 512)) for rows in (2, 40)),
+    ):
+        group, middle = group_of(96, [64, 32], ranks, form.dtype), rows // 2
+        segments = [Segment(0, middle, 0), Segment(middle, rows - middle, 1)]
+        segments.append(Segment(0, rows, 0, -1))
+        check(form.randn(rows, 96), form.randn(rows, 96), segments, group, backend, threads=2)
 
 
-@each_form
-@pytest.mark.parametrize("rank", [300, 512])
-def test_ranks_beyond_a_row_of_scratch_equal_float64(
-    rank: int, backend: Backend, dtype: torch.dtype, rows_dtype: torch.dtype
-) -> None:
-    group = group_of(128, [80], [rank], dtype)
-    for rows in (2, 40):
-        x, y = torch.randn(rows, 128).to(rows_dtype), torch.randn(rows, 80).to(rows_dtype)
-        check(y, x, [Segment(0, rows, 0)], group, backend)
-
-
-@each_form
-@pytest.mark.parametrize("d_in", [62, 1030, 1063])
-@pytest.mark.parametrize("ranks", [(8, 3), (24, 8), (72, 260)])
+@drawn(d_in=[62, 1030, 1063], ranks=[(8, 3), (24, 8), (72, 260)], form=FORMS, threads=[1, 2])
 def test_ranks_that_end_in_half_a_panel_equal_float64(
-    ranks: tuple[int, int],
-    d_in: int,
-    backend: Backend,
-    dtype: torch.dtype,
-    rows_dtype: torch.dtype,
+    d_in: int, ranks: tuple[int, int], form: Form, threads: int, backend: Backend
 ) -> None:
-    group = group_of(d_in, [48, 17], ranks, dtype)
+    group = group_of(d_in, [48, 17], ranks, form.dtype)
     segments = [Segment(0, 6, 0), Segment(6, 9, 1), Segment(15, 16, 0, -1), Segment(31, 41, 1)]
-    x, y = torch.randn(72, d_in).to(rows_dtype), torch.randn(72, 65).to(rows_dtype)
-    for threads in (1, 2):
-        check(y, x, segments, group, backend, threads=threads)
+    check(form.randn(72, 65), form.randn(72, d_in), segments, group, backend, threads=threads)
 
 
 @compiled
 @each_form
-@pytest.mark.parametrize("rows", [1, 5, 12, 50])
-def test_every_configuration_equals_float64(
-    rows: int, dtype: torch.dtype, rows_dtype: torch.dtype
-) -> None:
-    group = group_of(300, [130, 40], [9, 64, None], dtype)
-    segments = [Segment(1, rows, 0), Segment(rows + 1, rows, 1, -1), Segment(0, rows, 2)]
-    x = torch.randn(2 * rows + 2, 300).to(rows_dtype)
-    y = torch.randn(2 * rows + 2, 170).to(rows_dtype)
-    for isa in tiles.isas():
+def test_every_configuration_equals_float64(form: Form) -> None:
+    group = group_of(300, [130, 40], [9, 64, None], form.dtype)
+    name = "fp32" if form.dtype == FP32 else "bf16"
+    for isa, rows in product(tiles.isas(), (1, 5, 12, 50)):
+        segments = [Segment(1, rows, 0), Segment(rows + 1, rows, 1, -1), Segment(0, rows, 2)]
+        x, y = form.randn(2 * rows + 2, 300), form.randn(2 * rows + 2, 170)
         with tiles.isa(isa):
-            name = "fp32" if dtype == FP32 else "bf16"
             every = 1 if isa.startswith("avx512") else 5
             for index in range(0, len(tiles.configs("apply", name)), every):
                 check(y, x, segments, group, "cpu", config=index)
 
 
-def test_nan_in_an_adapter_does_not_affect_other_rows(backend: Backend) -> None:
-    for dtype, rows_dtype in FORMS:
-        group = group_of(64, [48], [20, 8, 33], dtype)
-        bad = group.pairs[0][1]
-        assert bad is not None
-        broken = LoraGroup(64, [48], dtype)
-        for slot in range(3):
-            pair = group.pairs[0][slot]
-            assert pair is not None
-            if slot == 1:
-                pair = LoraPair(torch.full_like(pair.a, torch.nan), pair.b * torch.inf)
-            broken.append([pair])
-        segments = [Segment(0, 5, 0), Segment(5, 1, 1), Segment(6, 30, 2), Segment(36, 9, 1)]
-        x, y = torch.randn(45, 64).to(rows_dtype), torch.randn(45, 48).to(rows_dtype)
-        x[40] = torch.nan
-        actual = y.clone()
-        op.apply(actual, x, segments, broken, backend=backend)
-        assert actual[5].isnan().all()
-        assert actual[36:].isnan().all()
-        sound = [Segment(0, 5, 0), Segment(6, 30, 2)]
-        rows = [*range(5), *range(6, 36)]
-        desired = expected(y, x, sound, group)
-        tolerance = tolerance_of(backend, dtype, rows_dtype)
-        torch.testing.assert_close(
-            actual[rows].double(), desired[rows], rtol=tolerance, atol=tolerance
-        )
+@each_form
+def test_nan_in_an_adapter_does_not_affect_other_rows(backend: Backend, form: Form) -> None:
+    group = group_of(64, [48], [20, 8, 33], form.dtype)
+    first, pair, last = group.pairs[0]
+    assert first is not None
+    assert pair is not None
+    assert last is not None
+    bad = LoraPair(torch.full_like(pair.a, torch.nan), pair.b * torch.inf)
+    broken = LoraGroup.of(64, [first, bad, last])
+    segments = [Segment(0, 5, 0), Segment(5, 1, 1), Segment(6, 30, 2), Segment(36, 9, 1)]
+    x, y = form.randn(45, 64), form.randn(45, 48)
+    x[40] = torch.nan
+    actual = y.clone()
+    op.apply(actual, x, segments, broken, backend=backend)
+    assert actual[5].isnan().all()
+    assert actual[36:].isnan().all()
+    desired = expected(y, x, [segments[0], segments[2]], group)
+    rows = [*range(5), *range(6, 36)]
+    tolerance = tolerance_of(backend, *form)
+    torch.testing.assert_close(actual[rows].double(), desired[rows], rtol=tolerance, atol=tolerance)
 
 
-def test_unaligned_addresses_are_served(backend: Backend) -> None:
-    for dtype, rows_dtype in FORMS:
-        group = group_of(130, [66], [12, 40], dtype)
-        x = torch.randn(40 * 130 + 1).to(rows_dtype)[1:].view(40, 130)
-        y = torch.randn(40 * 66 + 1).to(rows_dtype)[1:].view(40, 66)
-        check(y, x, [Segment(0, 7, 0), Segment(7, 33, 1)], group, backend)
+@each_form
+def test_unaligned_addresses_are_served(backend: Backend, form: Form) -> None:
+    group = group_of(130, [66], [12, 40], form.dtype)
+    x = form.randn(40 * 130 + 1)[1:].view(40, 130)
+    y = form.randn(40 * 66 + 1)[1:].view(40, 66)
+    check(y, x, [Segment(0, 7, 0), Segment(7, 33, 1)], group, backend)
 
 
 @pytest.mark.parametrize(
@@ -162,10 +139,13 @@ def test_unaligned_addresses_are_served(backend: Backend) -> None:
     [
         (Segment(0, 1, 2), "slot 2 is not one of the 2 adapters"),
         (Segment(0, 1, -1), "slot"),
-        (Segment(3, 2, 0), "outside the 4 rows"),
-        (Segment(-1, 2, 0), "start|outside"),
-        (Segment(0, -1, 0), "length|outside"),
+        (Segment(3, 2, 0), OUTSIDE),
+        (Segment(-1, 2, 0), OUTSIDE),
+        (Segment(0, -1, 0), OUTSIDE),
         (Segment(0, 1, 0, 2), "sign"),
+        (Segment(2**63 - 8, 16, 0), OUTSIDE),
+        (Segment(2**63 - 1, 2**63 - 1, 0), OUTSIDE),
+        (Segment(1, 2**63 - 1, 0), OUTSIDE),
     ],
 )
 def test_a_wrong_segment_is_rejected(segment: Segment, reason: str, backend: Backend) -> None:
@@ -176,21 +156,17 @@ def test_a_wrong_segment_is_rejected(segment: Segment, reason: str, backend: Bac
     assert not y.any()
 
 
-@pytest.mark.parametrize(
-    ("x", "y", "reason"),
-    [
-        (torch.zeros(4, 15), torch.zeros(4, 8), "do not fit"),
-        (torch.zeros(4, 16), torch.zeros(4, 9), "do not fit"),
-        (torch.zeros(3, 16), torch.zeros(4, 8), "do not fit"),
-        (torch.zeros(4, 16).double(), torch.zeros(4, 8), "float64"),
-        (torch.zeros(4, 16), torch.zeros(4, 8).bfloat16(), "bfloat16"),
-    ],
-)
-def test_a_wrong_shape_is_rejected(
-    x: torch.Tensor, y: torch.Tensor, reason: str, backend: Backend
-) -> None:
-    with pytest.raises(ValueError, match=reason):
-        op.apply(y, x, [Segment(0, 1, 0)], group_of(16, [8], [4]), backend=backend)
+def test_a_wrong_shape_is_rejected(backend: Backend) -> None:
+    group, x, y = group_of(16, [8], [4]), torch.zeros(4, 16), torch.zeros(4, 8)
+    for wrong_x, wrong_y, reason in (
+        (x[:, 1:], y, "do not fit"),
+        (x, torch.zeros(4, 9), "do not fit"),
+        (x[1:], y, "do not fit"),
+        (x.double(), y, "float64"),
+        (x, y.bfloat16(), "bfloat16"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            op.apply(wrong_y, wrong_x, [Segment(0, 1, 0)], group, backend=backend)
 
 
 @pytest.mark.parametrize("chosen", [pytest.param("cpu", marks=compiled), "cuda"])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 from tests.support.atmm_problems import BF16, FP32, compiled
+from tests.support.drawing import drawn
 from vlora.atmm import op, tiles
 from vlora.atmm.groups import HeadGroup
 from vlora.atmm.types import CopiedPart, HeadMatrix, LoraPair, Merges, MergeUpdate, Segment
@@ -34,9 +33,7 @@ def test_heads_of_many_classes_equal_float64(backend: Backend) -> None:
         op.heads(x, [Segment(0, 1, 4)], group, backend=backend)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("sign", [1, -1])
+@drawn(dtype=[FP32, BF16], in_place=[False, True], sign=[1, -1])
 def test_merged_slabs_equal_float64_within_one_rounding(
     backend: Backend, dtype: torch.dtype, in_place: bool, sign: int
 ) -> None:
@@ -56,11 +53,9 @@ def test_merged_slabs_equal_float64_within_one_rounding(
     merges = Merges(updates, copied)
     op.merge(out, out if in_place else base, merges, sign, threads=2, backend=backend)
     inside = slice(3, offset)
-    if dtype == FP32:
-        torch.testing.assert_close(out[inside].double(), desired[inside], rtol=1e-5, atol=1e-5)
-    else:
-        # round(fp32(base) + B A), within one unit in the last place.
-        torch.testing.assert_close(out[inside].double(), desired[inside], rtol=2**-8, atol=1e-5)
+    # In bf16: round(fp32(base) + B A), within one unit in the last place.
+    relative = 1e-5 if dtype == FP32 else 2**-8
+    torch.testing.assert_close(out[inside].double(), desired[inside], rtol=relative, atol=1e-5)
     left = torch.ones(len(out), dtype=torch.bool)
     left[inside] = False
     for part in copied:
@@ -123,16 +118,11 @@ def test_every_merge_configuration_equals_the_reference(size: int) -> None:
 def test_wrong_merges_are_rejected(backend: Backend) -> None:
     slab = torch.zeros(100)
     pair = LoraPair(torch.zeros(2, 10), torch.zeros(10, 2))
-    wrong: list[tuple[Callable[[], None], str]] = [
-        (lambda: op.merge(slab, slab, [MergeUpdate(1, pair)], backend=backend), "do not fit"),
-        (lambda: op.merge(slab, slab[1:], [], backend=backend), "of the same length"),
-        (
-            lambda: op.merge(
-                slab, slab, [MergeUpdate(0, LoraPair(pair.a.bfloat16(), pair.b))], backend=backend
-            ),
-            "A and B in fp32",
-        ),
-    ]
-    for call, reason in wrong:
+    half = LoraPair(pair.a.bfloat16(), pair.b)
+    for base, updates, reason in (
+        (slab, [MergeUpdate(1, pair)], "do not fit"),
+        (slab[1:], [], "of the same length"),
+        (slab, [MergeUpdate(0, half)], "A and B in fp32"),
+    ):
         with pytest.raises(ValueError, match=reason):
-            call()
+            op.merge(slab, base, updates, backend=backend)

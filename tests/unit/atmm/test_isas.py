@@ -14,12 +14,13 @@ from vlora import native
 from vlora.atmm import tiles
 from vlora.atmm.cpu import Cpu
 
+pytestmark = compiled
+
 MIN_GAIN = 1.1
 """Factor by which a peak must exceed another to be ordered before it: kRequiredSpeedup of
 csrc/runtime/dispatch.cpp."""
 
 
-@compiled
 @pytest.mark.parametrize("dtype", tiles.DTYPE_NAMES)
 def test_instruction_sets_are_ordered_by_their_measured_peak(dtype: str) -> None:
     core, isas = native.kernels().runtime, tiles.isas(dtype)
@@ -31,7 +32,6 @@ def test_instruction_sets_are_ordered_by_their_measured_peak(dtype: str) -> None
         core.core_peak("none", dtype)
 
 
-@compiled
 def test_a_forced_instruction_set_serves_both_types_until_the_context_ends() -> None:
     before = [tiles.current_isa(dtype) for dtype in tiles.DTYPE_NAMES]
     with tiles.isa("twin"):
@@ -43,7 +43,13 @@ def test_a_forced_instruction_set_serves_both_types_until_the_context_ends() -> 
         pass
 
 
-@compiled
+def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python code with these variables and without the caller's VLORA_ISA."""
+    inherited = {name: value for name, value in os.environ.items() if name != "VLORA_ISA"}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=inherited | environment, capture_output=True, text=True)
+
+
 @pytest.mark.parametrize(
     ("name", "output"), [("scalar", "scalar scalar"), ("sse", "ValueError: instruction set 'sse'")]
 )
@@ -52,13 +58,7 @@ def test_the_environment_forces_an_instruction_set(name: str, output: str) -> No
         "from vlora import native; cpu = native.kernels().runtime;"
         "print(cpu.isa('fp32'), cpu.isa('bf16'))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "VLORA_ISA": name},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run(code, VLORA_ISA=name)
     assert output in done.stdout + done.stderr
 
 
@@ -72,20 +72,11 @@ assert (cpu.requested_isa(), cpu.thread_source()) == ("auto", source) == ("auto"
 """
 
 
-@compiled
 def test_a_change_of_the_environment_has_no_effect_once_the_kernels_are_loaded() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "VLORA_ISA"}
-    done = subprocess.run(
-        [sys.executable, "-c", LATER_CHANGE],
-        env={**environment, "OMP_WAIT_POLICY": "passive"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run(LATER_CHANGE, OMP_WAIT_POLICY="passive")
     assert done.returncode == 0, done.stderr
 
 
-@compiled
 def test_the_core_and_the_names_of_tables_use_the_same_cache_sizes() -> None:
     machine, device = native.kernels().runtime.machine(), Cpu.here()
     sizes = tuple(machine[level] >> 10 for level in ("l1", "l2", "l3"))

@@ -10,21 +10,28 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support import tile_state
-from tests.support.atmm_problems import BF16, FP32, compiled, each_form, group_of, pinned
+from tests.support.atmm_problems import (
+    FORMS,
+    Form,
+    compiled,
+    counters,
+    each_form,
+    group_of,
+    pinned,
+    reset_counters,
+)
 from vlora import native
 from vlora.atmm import op, tiles
 from vlora.atmm.cpu import Cpu
 from vlora.atmm.types import Segment
 
+pytestmark = compiled
 
-@compiled
+
 @each_form
-def test_with_pinned_tiles_a_rows_output_is_the_same_in_any_batch(
-    dtype: torch.dtype, rows_dtype: torch.dtype
-) -> None:
-    group = group_of(700, [130, 64], [8, 24, 64], dtype)
-    x, y = torch.randn(90, 700).to(rows_dtype), torch.randn(90, 194).to(rows_dtype)
+def test_with_pinned_tiles_a_rows_output_is_the_same_in_any_batch(form: Form) -> None:
+    group = group_of(700, [130, 64], [8, 24, 64], form.dtype)
+    x, y = form.randn(90, 700), form.randn(90, 194)
 
     def run(segments: Sequence[Segment], rows: slice, threads: int) -> torch.Tensor:
         part = y[rows].clone()
@@ -44,7 +51,6 @@ def test_with_pinned_tiles_a_rows_output_is_the_same_in_any_batch(
                 assert torch.equal(some, together[20:33])
 
 
-@compiled
 def test_the_table_chooses_by_bucket_and_counts() -> None:
     names = [config["name"] for config in tiles.configs("apply", "fp32")]
     shape = {"d_in": 64, "d_out": 32, "rank": 16, "segments": 1}
@@ -55,24 +61,23 @@ def test_the_table_chooses_by_bucket_and_counts() -> None:
                 tiles.key("apply", "fp32", rows=64, **shape): names[-1],
             }
         )
-        tile_state.reset_counters()
+        reset_counters()
         group = group_of(64, [32], [16, 200])
         for rows, slot in ((1, 0), (50, 0), (2, 0), (1, 1)):
             y = torch.zeros(rows, 32)
             op.apply(
                 y, torch.randn(rows, 64), [Segment(0, rows, slot)], group, backend="cpu", threads=1
             )
-        assert tile_state.counters() == {"hits": 2, "misses": 2, "defaults": 0}
+        assert counters() == {"hits": 2, "misses": 2, "defaults": 0}
         with pytest.raises(ValueError, match="no configuration is named 'none such'"):
             tiles.use({1: "none such"})
     finally:
-        tile_state.clear()
-    tile_state.reset_counters()
+        tiles.use({})
+    reset_counters()
     op.apply(y, torch.randn(1, 64), [Segment(0, 1, 0)], group, backend="cpu")
-    assert tile_state.counters() == {"hits": 0, "misses": 0, "defaults": 1}
+    assert counters() == {"hits": 0, "misses": 0, "defaults": 1}
 
 
-@compiled
 def test_keys_have_128_bits_and_differ_by_bucket_only() -> None:
     shape = {"d_in": 4096, "d_out": 4096, "rank": 64, "segments": 8}
     assert tiles.key("apply", "fp32", rows=33, **shape) == tiles.key(
@@ -88,7 +93,6 @@ def test_keys_have_128_bits_and_differ_by_bucket_only() -> None:
     assert all(0 <= key < 1 << 128 for key in keys)
 
 
-@compiled
 def test_a_table_for_one_thread_serves_two_and_counts_misses() -> None:
     names = [config["name"] for config in tiles.configs("apply", "fp32")]
     shape = {"rows": 64, "d_in": 512, "d_out": 512, "rank": 64, "segments": 1}
@@ -98,14 +102,13 @@ def test_a_table_for_one_thread_serves_two_and_counts_misses() -> None:
     try:
         for keys, counts in (((1,), (0, 1)), ((1, 2), (1, 0))):
             tiles.use({tiles.key("apply", "fp32", **shape, threads=n): names[-1] for n in keys})
-            tile_state.reset_counters()
+            reset_counters()
             op.apply(y, x, segments, group, backend="cpu", threads=2)
-            assert tuple(tile_state.counters()[name] for name in ("hits", "misses")) == counts
+            assert tuple(counters()[name] for name in ("hits", "misses")) == counts
     finally:
-        tile_state.clear()
+        tiles.use({})
 
 
-@compiled
 @pytest.mark.parametrize(
     ("l1", "l2", "memory", "widening", "few", "many", "merge"),
     [
@@ -144,31 +147,37 @@ def test_a_device_is_near_with_the_same_vendor_family_and_l2() -> None:
     assert dataclasses.replace(device, l3=480 << 10).cold_bytes == 256 << 20
 
 
-@compiled
-def test_tables_of_both_dtypes_are_loaded_together_and_wrong_ones_ignored(tmp_path: Path) -> None:
+@pytest.mark.parametrize("isas", ["auto", "scalar,twin"])
+def test_tables_of_both_dtypes_are_loaded_together_and_wrong_ones_ignored(
+    tmp_path: Path, isas: str
+) -> None:
+    """fp32 and bf16 may use different instruction sets."""
+    with tiles.isa(isas):
+        _check_tables_of_both_dtypes(tmp_path)
+
+
+def _check_tables_of_both_dtypes(tmp_path: Path) -> None:
     name = tiles.configs("apply", "fp32")[0]["name"]
     shape = {"rows": 1, "d_in": 64, "d_out": 32, "rank": 16, "segments": 1}
-    start = f"{Cpu.here().name}-{tiles.isas()[0]}-"
-    for dtype in ("fp32", "bf16"):
+    here, paths = Cpu.here(), {}
+    for dtype in ("fp32", "bf16"):  # Each type may have an instruction set of its own.
+        paths[dtype] = tiles.table_path(here, tiles.current_isa(dtype), dtype, tmp_path)
         entries = {f"{tiles.key('apply', dtype, **shape):032x}": name}
-        text = json.dumps({"version": tiles.VERSION, "entries": entries})
-        (tmp_path / f"{start}{dtype}.json").write_text(text)
+        paths[dtype].write_text(json.dumps({"version": tiles.VERSION, "entries": entries}))
     try:
         assert len(tiles.load_for_this_cpu(tmp_path)) == 2
-        tile_state.reset_counters()
-        for dtype in (FP32, BF16):
-            group = group_of(64, [32], [16], dtype)
-            x, y = torch.randn(1, 64).to(dtype), torch.zeros(1, 32, dtype=dtype)
+        reset_counters()
+        for form in FORMS[:2]:
+            group = group_of(64, [32], [16], form.dtype)
+            x, y = form.randn(1, 64), torch.zeros(1, 32, dtype=form.rows)
             op.apply(y, x, [Segment(0, 1, 0)], group, backend="cpu", threads=1)
-        assert tile_state.counters()["hits"] == 2
-        here = Cpu.here()
+        assert counters()["hits"] == 2
         virtual = dataclasses.replace(here, model=here.model + 1, l3=here.l3 + 1)
-        (tmp_path / f"{start}bf16.json").rename(
-            tmp_path / f"{virtual.name}-{tiles.isas()[0]}-bf16.json"
-        )
+        isa = tiles.current_isa("bf16")
+        paths["bf16"].rename(tiles.table_path(virtual, isa, "bf16", tmp_path))
         assert len(tiles.load_for_this_cpu(tmp_path)) == 2
-        (tmp_path / f"{start}fp32.json").write_text(json.dumps({"version": 99, "entries": {}}))
+        paths["fp32"].write_text(json.dumps({"version": 99, "entries": {}}))
         assert tiles.load_for_this_cpu(tmp_path) == []
         assert tiles.load_for_this_cpu(tmp_path / "none") == []
     finally:
-        tile_state.clear()
+        tiles.use({})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -12,11 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.support.drawing import drawn
 from tests.support.gpu_kernels import DTYPES, ON_GPU
 
-# numpy, in which kernels are interpreted, warns of infinities; a GPU does not.
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in :RuntimeWarning")
-
+SHAPES = [(4, 2, 16, 16), (2, 2, 24, 3), (5, 1, 80, 16), (2, 2, 8, 3), (15, 3, 98, 20)]
+"""Query heads, heads of keys and values, their width, and positions of a page."""
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
@@ -115,85 +114,58 @@ def _close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual.double(), expected, rtol=0, atol=TOLERANCE[actual.dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "page"), [(4, 2, 16, 16), (2, 2, 8, 3), (5, 1, 80, 16)]
-)
-def test_rows_that_decode_equal_double_precision(
-    launch: ModuleType,
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    page: int,
-    splits: int,
-    dtype: torch.dtype,
+@drawn(shape=SHAPES, splits=[1, 3, 8], dtype=DTYPES)
+def test_decoding_rows_and_chunks_of_a_prefill_equal_double_precision(
+    launch: ModuleType, shape: tuple[int, int, int, int], splits: int, dtype: torch.dtype
 ) -> None:
-    case = Case(heads, kv_heads, dim, page, dtype, [1, 64, 130])
-    qkv = case.rows(3)
+    ends = [1, 64, 130, 70, 30]
+    case = Case(*shape, dtype, ends)
+    qkv = case.rows(len(ends))
     attended = case.decode(launch, qkv, splits)
-    for i, end in enumerate(case.ends):
-        _close(attended[[i]], case.expected(i, end - 1, qkv[[2 - i]]))
+    for i, end in enumerate(ends):
+        _close(attended[[i]], case.expected(i, end - 1, qkv[[len(ends) - 1 - i]]))
+    ranges = [(3, 0, 70), (2, 121, 9), (1, 63, 1), (4, 5, 25), (0, 0, 1)]
+    qkv = case.rows(106)
+    attended, row = case.prefill(launch, qkv, ranges), 0
+    for sequence, start, rows in ranges:
+        part = slice(row, row + rows)
+        _close(attended[part], case.expected(sequence, start, qkv[part]))
+        row += rows
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "page"), [(4, 2, 16, 16), (2, 2, 24, 3), (5, 1, 80, 16)]
-)
+@drawn(shape=SHAPES, splits=[1, 3, 8], normed=[False, True], dtype=DTYPES)
 def test_one_launch_equals_separate_launches_of_norms_rotation_and_decode(
     launch: ModuleType,
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    page: int,
-    normed: bool,
+    shape: tuple[int, int, int, int],
     splits: int,
+    normed: bool,
     dtype: torch.dtype,
 ) -> None:
+    heads, kv_heads, dim, page = shape
     # The last positions begin a page, end one, and are alone in a context; the last row is padding.
     ends = [4 * page + 1, 3 * page, 1, 130, 0]
-    _check_one_launch(launch, Case(heads, kv_heads, dim, page, dtype, ends), normed, splits)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_one_launch_of_a_random_shape_equals_separate_launches(
-    launch: ModuleType, seed: int
-) -> None:
-    draw = random.Random(seed)
-    kv_heads, dim, page = draw.randint(1, 3), 2 * draw.randint(1, 50), draw.randint(1, 20)
-    heads, ends = kv_heads * draw.randint(1, 5), [draw.randint(0, 150) for _ in range(5)]
-    case = Case(heads, kv_heads, dim, page, draw.choice(DTYPES), ends[draw.randrange(5) :])
-    _check_one_launch(launch, case, draw.random() < 0.5, draw.choice([1, 2, 5, 8]))
-
-
-def _check_one_launch(launch: ModuleType, case: Case, normed: bool, splits: int) -> None:
-    """Compare `decode` with a rotation with separate launches. Rows of padding have no context."""
-    heads, kv_heads, dim, page, dtype = case.heads, case.kv_heads, case.dim, case.page, case.dtype
-    count = len(case.ends)
-    lines = [line for line, end in enumerate(case.ends) if end > 0]
+    case, count, lines = Case(*shape, dtype, ends), len(ends), range(4)
     case.tables = torch.randint(count, case.distinct, case.tables.shape, dtype=torch.int32)
     for line in lines:
-        case.tables[line, (case.ends[line] - 1) // page] = line  # No other sequence has the page.
+        case.tables[line, (ends[line] - 1) // page] = line  # No other sequence has the page.
     qkv = torch.randn(count, (heads + 2 * kv_heads) * dim).to(dtype)
-    angles = torch.randn(count, dim // 2)
-    weights = 1 + torch.rand(2, dim)
-    norms = (weights[0], weights[1], 1e-6) if normed else None
+    angles, weights = torch.randn(count, dim // 2), 1 + torch.rand(2, dim)
+    cosines, sines = angles.cos(), angles.sin()
     untouched = case.cache.clone()
 
-    rotation = launch.Rotation(angles.cos(), angles.sin(), norms)
+    norms = (*weights, 1e-6) if normed else None
+    rotation = launch.Rotation(cosines, sines, norms)
     attended = case.decode(launch, given := qkv.clone(), splits, rotation)
     assert torch.equal(given, qkv), "the rows are only read"
     written = case.cache.clone()
 
     case.cache.copy_(untouched)
-    if norms is not None:
-        launch.head_norm(qkv, *weights, heads, kv_heads, norms[2])
+    if normed:
+        launch.head_norm(qkv, *weights, heads, kv_heads, 1e-6)
     slots = torch.full((count,), -1, dtype=torch.int32)
     for line in lines:
-        slots[count - 1 - line] = line * page + (case.ends[line] - 1) % page
-    launch.rotate(qkv, case.keys, case.values, *rotation_tables(rotation), slots, heads, dim)
+        slots[count - 1 - line] = line * page + (ends[line] - 1) % page
+    launch.rotate(qkv, case.keys, case.values, cosines, sines, slots, heads, dim)
     expected = case.decode(launch, qkv, splits)
     torch.testing.assert_close(attended, expected, rtol=0, atol=TOLERANCE[dtype])
     # Only the single launches round the normed values before they rotate them.
@@ -201,12 +173,7 @@ def _check_one_launch(launch: ModuleType, case: Case, normed: bool, splits: int)
     torch.testing.assert_close(
         written, case.cache, rtol=1e-3, atol=max(1e-6, rounding), equal_nan=True
     )
-    assert torch.equal(written.nan_to_num(), untouched.nan_to_num()) == (not lines)
-
-
-def rotation_tables(rotation: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cosines and sines of a rotation."""
-    return rotation.cosines, rotation.sines
+    assert not torch.equal(written.nan_to_num(), untouched.nan_to_num())
 
 
 @pytest.mark.parametrize("splits", [1, 4])
@@ -230,28 +197,14 @@ def large_tiles(launch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("large_tiles")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_contexts_of_a_hundred_thousand_positions(launch: ModuleType, dtype: torch.dtype) -> None:
-    case = Case(2, 1, 16, 16, dtype, [100_003], distinct=40)
-    qkv = case.rows(1)
-    _close(case.decode(launch, qkv, 7), case.expected(0, 100_002, qkv))
-
-
-@pytest.mark.usefixtures("large_tiles")
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_chunk_after_a_hundred_thousand_positions(launch: ModuleType, dtype: torch.dtype) -> None:
-    case = Case(2, 1, 16, 16, dtype, [100_003], distinct=40)
-    qkv = case.rows(19)
-    attended = case.prefill(launch, qkv, [(0, 99_984, 19)])
-    _close(attended, case.expected(0, 99_984, qkv))
-
-
-@pytest.mark.usefixtures("large_tiles")
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_is_rotated_and_written_after_a_hundred_thousand_positions(
-    launch: ModuleType, dtype: torch.dtype
-) -> None:
-    """Compare one launch with a rotation, which writes to the last page, and a decode."""
+    """Decode a row, compute a chunk, and compare one launch with a rotation, which writes to the
+    last page, and a decode."""
     end = 100_003
     case = Case(2, 1, 16, 16, dtype, [end], distinct=40)
+    qkv = case.rows(19)
+    _close(case.decode(launch, qkv[:1], 7), case.expected(0, end - 1, qkv[:1]))
+    attended = case.prefill(launch, qkv, [(0, end - 19, 19)])
+    _close(attended, case.expected(0, end - 19, qkv))
     case.tables[0, : end // 16] %= 39
     case.tables[0, end // 16] = 39  # No other position is in this page.
     qkv, angles = torch.randn(1, 4 * 16).to(dtype), torch.randn(1, 8)
@@ -292,43 +245,6 @@ def test_pages_whose_offsets_exceed_32_bits(launch: ModuleType) -> None:
         assert torch.equal(actual.nan_to_num(), near_result.nan_to_num())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "page"), [(4, 2, 16, 16), (2, 2, 24, 3), (3, 1, 80, 16)]
-)
-def test_chunks_of_a_prefill_equal_double_precision(
-    launch: ModuleType, heads: int, kv_heads: int, dim: int, page: int, dtype: torch.dtype
-) -> None:
-    case = Case(heads, kv_heads, dim, page, dtype, [70, 140, 64, 30])
-    ranges = [(0, 0, 70), (1, 131, 9), (2, 63, 1), (3, 5, 25)]
-    qkv = case.rows(105)
-    attended, row = case.prefill(launch, qkv, ranges), 0
-    for sequence, start, rows in ranges:
-        part = slice(row, row + rows)
-        _close(attended[part], case.expected(sequence, start, qkv[part]))
-        row += rows
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_random_shapes_equal_double_precision(launch: ModuleType, seed: int) -> None:
-    draw = random.Random(seed)
-    kv_heads, group = draw.randint(1, 3), draw.randint(1, 5)
-    dim, page = 2 * draw.randint(1, 50), draw.randint(1, 20)
-    ends = [draw.randint(1, 150) for _ in range(draw.randint(1, 4))]
-    case = Case(kv_heads * group, kv_heads, dim, page, draw.choice(DTYPES), ends)
-    qkv = case.rows(len(ends))
-    attended = case.decode(launch, qkv, draw.choice([1, 2, 5, 8]))
-    for i, end in enumerate(ends):
-        _close(attended[[i]], case.expected(i, end - 1, qkv[[len(ends) - 1 - i]]))
-    ranges = [(i, start := draw.randrange(end), end - start) for i, end in enumerate(ends)]
-    qkv = case.rows(sum(rows for _, _, rows in ranges))
-    attended, row = case.prefill(launch, qkv, ranges), 0
-    for sequence, start, rows in ranges:
-        part = slice(row, row + rows)
-        _close(attended[part], case.expected(sequence, start, qkv[part]))
-        row += rows
-
-
 def test_no_chunk_and_no_row_launch_nothing(launch: ModuleType) -> None:
     case = Case(4, 2, 16, 16, torch.float32, [5])
     case.prefill(launch, case.rows(0), [])
@@ -344,13 +260,12 @@ def test_scores_may_grow_and_fall_along_a_context(launch: ModuleType) -> None:
     _close(case.prefill(launch, qkv, [(0, 0, 90)]), case.expected(0, 0, qkv))
 
 
-@pytest.mark.parametrize(
-    ("part", "number"), [(1, math.nan), (1, -math.inf), (0, math.inf), (0, -math.inf)]
-)
+@pytest.mark.parametrize("fault", [(1, math.nan), (1, -math.inf), (0, math.inf), (0, -math.inf)])
 @pytest.mark.parametrize("position", [3, 36])
 def test_a_number_that_is_not_finite_changes_no_bit_of_rows_that_do_not_see_it(
-    launch: ModuleType, part: int, number: float, position: int
+    launch: ModuleType, fault: tuple[int, float], position: int
 ) -> None:
+    part, number = fault
     case = Case(4, 2, 16, 16, torch.float32, [60])
     case.tables[0, :4] = torch.arange(4)
     qkv = case.rows(60)

@@ -9,18 +9,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import engine, gpu_timing, llava, loads
+from benchmarks import engine, gpu_device, llava, loads
 from benchmarks.frame import command_line
 from tests.support.fake_device import FakeDevice, fake_gpu
 from vlora.device.device import Device
 from vlora.vision.encoder import VisionEncoder
 
-# numpy, in which kernels are interpreted, warns of infinities; a GPU does not.
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:.* encountered in :RuntimeWarning"),
-    pytest.mark.usefixtures("launch", "cuda_operator"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("launch", "cuda_operator")]
 
 TINY = llava.tiny(llava.Sizes(layers=2, kv_heads=16, context=512, adapters=2))
 
@@ -29,8 +24,8 @@ def _run(
     folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, grid: dict[str, Any], *more: str
 ) -> tuple[dict[str, Any], FakeDevice]:
     """Run a benchmark on the tiny model; return its figures and the device."""
-    limits = gpu_timing.GpuLimits(1e10, 1e11, 1e11)
-    monkeypatch.setattr(gpu_timing, "measure_limits", lambda *args, **options: limits)
+    limits = gpu_device.GpuLimits(1e10, 1e11, 1e11)
+    monkeypatch.setattr(gpu_device, "measure_limits", lambda device: limits)
     monkeypatch.setattr(llava, "MODELS", {"whole": TINY})
     file, out = folder / "grid.json", folder / "figures.json"
     file.write_text(json.dumps(grid))

@@ -15,12 +15,11 @@ from benchmarks.gpu_device import device_limits
 from tests.support import random_model
 from tests.support.fake_device import fake_gpu
 from tests.support.gpu_kernels import ON_GPU
-from tests.support.random_model import DEMO, KINDS, SEVEN_B, RandomModel, Sizes, measure
-from tools.gpu import step_costs
+from tests.support.random_model import DEMO, KINDS, SEVEN_B, Model, RandomModel, Sizes, measure
 from vlora.atmm import op
 from vlora.device.cuda import CudaDevice
 
-TINY = Sizes("tiny", step_costs.Model(2, 32, 48, 4, 2, 16, 50), 8, 3, (1, 3), 20)
+TINY = Sizes("tiny", Model(2, 32, 48, 4, 2, 16, 50), 8, 3, (1, 3), 20)
 
 
 @pytest.fixture
@@ -33,9 +32,7 @@ def tiny(launch: object, cuda_operator: object) -> Iterator[tuple[RandomModel, l
         yield RandomModel(TINY, device, torch.float32), device.graph_events
 
 
-# numpy, in which kernels are interpreted, warns of infinities; a GPU does not.
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.* encountered in :RuntimeWarning")
 def test_each_kind_of_step_is_compared_and_timed(tiny, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(random_model, "REPEATS", 1)
     model, events = tiny
@@ -50,7 +47,6 @@ def test_each_kind_of_step_is_compared_and_timed(tiny, monkeypatch) -> None:  # 
     assert {tuple(row["ms"]) for row in rows} == {("eager", "graph")}
 
 
-@pytest.mark.filterwarnings("ignore:.* encountered in :RuntimeWarning")
 def test_a_wrong_graph_stops_the_comparison(tiny, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     model, _ = tiny
     monkeypatch.setattr(model, "difference", lambda *step: 0.5)

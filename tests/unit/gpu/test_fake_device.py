@@ -15,11 +15,16 @@ from vlora.device.device import HOST
 pytestmark = pytest.mark.usefixtures("launch")
 
 
-def test_the_fake_device_refuses_a_graph_that_has_become_stale() -> None:
+def test_a_graph_of_the_fake_device_has_no_results_and_is_refused_once_it_is_stale() -> None:
+    """A capture executes no work, and its temporary tensors hold NaN after each replay."""
     with fake_gpu() as device:
-        memory = [torch.zeros(3)]
-        graph = device.capture(lambda: memory[0].add_(1))
+        memory, results = [torch.zeros(3)], []
+        graph = device.capture(lambda: results.append(memory[0].add_(1).mul(2)))
+        assert memory[0].tolist() == [0, 0, 0]
         graph.replay()
+        assert memory[0].tolist() == [1, 1, 1]
+        assert len(results) == 2
+        assert all(result.isnan().all() for result in results)
         memory.append(memory.pop().clone())
         memory.insert(0, torch.zeros(3))
         with pytest.raises(AssertionError, match="which has changed"):
@@ -28,18 +33,6 @@ def test_the_fake_device_refuses_a_graph_that_has_become_stale() -> None:
             device.capture(lambda: memory[0].sum().item())
     with pytest.raises(RuntimeError, match="CPU cannot be captured"):
         HOST.capture(lambda: None)
-
-
-def test_a_capture_on_the_fake_device_has_no_effect_and_leaves_no_results() -> None:
-    """A capture executes no work, and its temporary tensors hold NaN after each replay."""
-    with fake_gpu() as device:
-        memory, results = torch.zeros(3), []
-        graph = device.capture(lambda: results.append(memory.add_(1).mul(2)))
-        assert memory.tolist() == [0, 0, 0]
-        graph.replay()
-        assert memory.tolist() == [1, 1, 1]
-        assert len(results) == 2
-        assert all(result.isnan().all() for result in results)
 
 
 def test_tensors_of_the_fake_device_cannot_be_mixed_with_those_of_the_host() -> None:

@@ -14,20 +14,16 @@ import pytest
 
 from tests.support.engine_client import answers, request
 from tests.support.fake_device import GRAPH_BYTES, FakeDevice, fake_gpu
-from tests.support.gpu_engines import answers_of_loop, small_options
+from tests.support.gpu_engines import answers_of_loop, on_both, small_options
 from tests.support.modes import drive
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.ids import BASE
 from vlora.model import step_graphs
-from vlora.model.rotary import RotaryTable
+from vlora.model.decoder import Decoder
 from vlora.request import Request
 
-# numpy, in which kernels are interpreted, warns of infinities; a GPU does not.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.* encountered in :RuntimeWarning"),
-    pytest.mark.usefixtures("launch"),
-]
+pytestmark = pytest.mark.usefixtures("launch")
 
 PROMPTS = ("<s>red", "<s>what is on the left of it?", "<s>two men")
 
@@ -42,16 +38,6 @@ def _requests(*names: str | None, tokens: int = 3) -> list[Request]:
         request(f"r{index}", tokens, prompt=prompt, adapter=name)
         for index, (name, prompt) in enumerate(zip(names, PROMPTS, strict=False))
     ]
-
-
-def _both(
-    options: Options, run: Callable[[Engine], object]
-) -> tuple[Engine, FakeDevice, object, object]:
-    """Run on both devices. Return the fake GPU's engine, that device, and both results."""
-    expected = run(Engine(options))
-    with fake_gpu() as device:
-        engine = Engine(options)
-        return engine, device, expected, run(engine)
 
 
 @pytest.mark.slow
@@ -85,8 +71,7 @@ def test_loads_evictions_and_switches_leave_all_graphs_valid(options: Options) -
             captured.append(engine.stats().graphs_captured)
         return results
 
-    engine, device, expected, actual = _both(small, run)
-    assert actual == expected
+    engine, device, _ = on_both(small, run)
     stats = engine.stats()
     assert stats.adapter_evictions >= 4
     assert stats.switches >= 6
@@ -106,8 +91,7 @@ def test_a_graph_serves_steps_of_fewer_rows_and_other_adapters(options: Options)
         first = answers(engine, _requests(*names))
         return first, answers(engine, _requests(*reversed(names)))
 
-    engine, _, expected, actual = _both(options, run)
-    assert actual == expected
+    engine, *_ = on_both(options, run)
     keys = list(engine._runner._graphs._graphs)  # type: ignore[union-attr]
     assert [key.shape.rows for key in keys] == [4]
     assert engine.stats().graphs_replayed == 3
@@ -117,10 +101,9 @@ def test_contexts_beyond_a_graphs_block_tables_have_another_graph(
     options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_graphs, "FEWEST_PAGES", 1)
-    engine, _, expected, actual = _both(
+    engine, *_ = on_both(
         replace(options, block_size=4), lambda engine: answers(engine, _requests(None, tokens=8))
     )
-    assert actual == expected
     keys = list(engine._runner._graphs._graphs)  # type: ignore[union-attr]
     assert [key.shape.pages for key in keys] == [1, 4]
 
@@ -135,8 +118,7 @@ def test_the_graph_unused_for_longest_is_discarded(
     def run(engine: Engine) -> object:
         return [answers(engine, _requests(*[None] * count)) for count in counts]
 
-    engine, _, expected, actual = _both(options, run)
-    assert actual == expected
+    engine, *_ = on_both(options, run)
     keys = list(engine._runner._graphs._graphs)  # type: ignore[union-attr]
     assert [key.shape.rows for key in keys] == [4, 2]
     stats = engine.stats()
@@ -152,8 +134,7 @@ def test_a_step_that_cannot_be_captured_is_computed_without_graphs(
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(FakeDevice, "capture", refuse)
-    engine, device, expected, actual = _both(options, lambda e: answers(e, _requests(None, None)))
-    assert actual == expected
+    engine, device, _ = on_both(options, lambda e: answers(e, _requests(None, None)))
     assert caplog.text.count("no graphs are used from now on") == 1
     assert engine.stats().graphs_captured == engine.stats().graphs_replayed == 0
     assert device.events == ["upload", "read", "wait"] * engine.stats().steps
@@ -161,17 +142,18 @@ def test_a_step_that_cannot_be_captured_is_computed_without_graphs(
 
 def test_enforce_eager_captures_nothing(options: Options) -> None:
     eager = replace(options, enforce_eager=True)
-    engine, device, expected, actual = _both(eager, lambda e: answers(e, _requests(None)))
-    assert actual == expected
+    engine, device, _ = on_both(eager, lambda e: answers(e, _requests(None)))
     assert device.graph_events == []
     assert engine.stats().graph_bytes == 0
 
 
-def test_adapters_of_the_reference_operator_are_not_captured(options: Options) -> None:
-    engine, device, expected, actual = _both(
-        options, lambda e: [answers(e, _requests(name)) for name in ("all-r8", None)]
+def test_adapters_of_the_reference_operator_and_heads_are_not_captured(options: Options) -> None:
+    """Only the decoding steps of the base model are, and no prefill."""
+    item = request("r", prompt="<s>what is it?", adapter="head-r8", use_head=True)
+    engine, device, _ = on_both(
+        options,
+        lambda e: [answers(e, batch) for batch in (_requests("all-r8"), [item], _requests(None))],
     )
-    assert actual == expected
     assert device.graph_events == ["capture", "replay"]
     assert engine.stats().graphs_replayed == 1
 
@@ -191,17 +173,8 @@ def test_steps_that_subtract_or_adapt_the_lm_head_are_not_captured_without_the_o
         engine._runner._decoder.lora_groups[-1].ever_used = None not in names
         return answers(engine, _requests(*names))
 
-    engine, device, expected, actual = _both(options, run)
-    assert actual == expected
+    engine, device, _ = on_both(options, run)
     assert engine.stats().switches == 1
-    assert device.graph_events == []
-
-
-def test_prefill_and_heads_have_no_graph(options: Options) -> None:
-    item = request("r", prompt="<s>what is it?", adapter="head-r8", use_head=True)
-    engine, device, expected, actual = _both(options, lambda engine: answers(engine, [item]))
-    assert actual == expected
-    assert engine.stats().prompt_tokens > 1
     assert device.graph_events == []
 
 
@@ -210,13 +183,13 @@ def test_memory_that_grows_replaces_the_graphs(
 ) -> None:
     """Let a position exceed the rotary table, as those of frames that are far apart may."""
     monkeypatch.setattr("vlora.model.rotary.INITIAL_POSITIONS", 8)
-    monkeypatch.setattr(RotaryTable, "reserve", lambda *arguments: None)
+    reserve = Decoder.reserve
+    monkeypatch.setattr(Decoder, "reserve", lambda self, rows, positions: reserve(self, rows, 0))
 
     def run(engine: Engine) -> object:
         return [answers(engine, _requests(None, tokens=tokens)) for tokens in (2, 12, 3)]
 
-    engine, _, expected, actual = _both(options, run)
-    assert actual == expected
+    engine, *_ = on_both(options, run)
     assert engine.stats().graphs_captured == 1 + engine._runner.graphs.discarded > 1
 
 

@@ -20,11 +20,7 @@ from vlora.model.chunk import Chunk
 from vlora.model.inputs import text_prompt
 from vlora.model.rotary import Rotary
 
-# numpy, in which kernels are interpreted, warns of infinities; a GPU does not.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.* encountered in :RuntimeWarning"),
-    pytest.mark.usefixtures("launch"),
-]
+pytestmark = pytest.mark.usefixtures("launch")
 
 HALF, SINGLE = torch.float16, torch.float32
 TOLERANCE = {SINGLE: 2e-5, HALF: 1e-2}

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.support.drawing import drawn
 from vlora.backends import Backend
 from vlora.kernels import reference
 from vlora.memory.kv_cache import KVCache
@@ -19,13 +21,9 @@ from vlora.model.inputs import text_prompt
 from vlora.model.rotary import Rotary
 
 LAYERS = 2
+TYPES = (torch.float32, torch.bfloat16)
 MIXED = ((5, 100), (1, 700), (130, 33), (1, 0), (1, 15), (1, 16))
 """(rows, positions before them) of each sequence of a step."""
-
-
-@pytest.fixture(params=[1, 3], ids=["one thread", "three threads"])
-def _threads(request: pytest.FixtureRequest, _restore_threads: None) -> None:
-    torch.set_num_threads(request.param)
 
 
 def _chunk(index: int, row: int, start: int, end: int, pages: tuple[int, ...]) -> Chunk:
@@ -98,26 +96,37 @@ class Case:
         torch.testing.assert_close(attended.double(), expected, rtol=0, atol=3e-5)
 
 
-@pytest.mark.usefixtures("_threads")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("block", [1, 3, 16, 48])
+@drawn(block=[1, 3, 16, 48], dtype=TYPES, threads=[1, 3])
 def test_chunks_of_very_different_lengths_are_attended_in_one_call(
-    backend: Backend, block: int, dtype: torch.dtype
+    backend: Backend, block: int, dtype: torch.dtype, threads: int
 ) -> None:
+    torch.set_num_threads(threads)
     case = Case(8, 2, 16, block, dtype, MIXED)
     # Pages hold values of their previous owner until they are written; none may be read.
     case.store.cache.fill_(float("nan"))
     case.check(backend)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim"), [(4, 4, 64), (6, 6, 8), (8, 1, 48), (6, 2, 80), (8, 4, 24)]
+@drawn(
+    shape=[
+        (4, 4, 64, MIXED),
+        (6, 6, 8, MIXED),
+        (8, 1, 48, MIXED),
+        (6, 2, 80, MIXED),
+        (8, 4, 24, MIXED),
+        (4, 2, 32, ((1, 3000),)),  # a context that is split among threads
+        (1, 1, 512, ((60, 104),)),  # rows that must not see later keys of their tile
+        (4, 2, 64, ((300, 0), (3, 200), (20, 129))),  # chunks of a long prompt
+    ],
+    dtype=TYPES,
+    threads=[1, 3],
 )
-def test_query_heads_may_share_kv_heads_and_have_any_width(
-    backend: Backend, heads: int, kv_heads: int, dim: int, dtype: torch.dtype
+def test_heads_of_any_number_and_width_attend_chunks_of_any_length(
+    backend: Backend, shape: Any, dtype: torch.dtype, threads: int
 ) -> None:
-    Case(heads, kv_heads, dim, 16, dtype, MIXED).check(backend)
+    torch.set_num_threads(threads)
+    heads, kv_heads, dim, lengths = shape
+    Case(heads, kv_heads, dim, 16, dtype, lengths).check(backend)
 
 
 def test_scores_may_grow_and_fall_along_a_sequence(backend: Backend) -> None:
@@ -128,39 +137,8 @@ def test_scores_may_grow_and_fall_along_a_sequence(backend: Backend) -> None:
     case.check(backend)
 
 
-@pytest.mark.usefixtures("_threads")
-def test_a_long_context_is_split_among_threads(backend: Backend) -> None:
-    Case(4, 2, 32, 16, torch.float32, ((1, 3000),)).check(backend)
-
-
-@pytest.mark.usefixtures("_threads")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_do_not_see_later_keys_of_their_tile(backend: Backend, dtype: torch.dtype) -> None:
-    Case(1, 1, 512, 16, dtype, ((60, 104),)).check(backend)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_long_prompt_may_be_split_into_chunks_of_any_size(
-    backend: Backend, dtype: torch.dtype
-) -> None:
-    Case(4, 2, 64, 16, dtype, ((300, 0), (3, 200), (20, 129))).check(backend)
-
-
-def test_a_nan_affects_only_its_sequence(backend: Backend) -> None:
-    case = Case(4, 2, 32, 16, torch.float32, ((1, 40), (20, 10), (1, 5)))
-    case.rows[1][12] = float("nan")
-    case.step([(0, 0, 40), (1, 0, 10), (2, 0, 5)], backend)
-    attended = case.step([(0, 40, 41), (1, 10, 30), (2, 5, 6)], backend)
-    assert attended[0].isfinite().all()
-    assert attended[-1].isfinite().all()
-    assert attended[3:21].isnan().any()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("block", [3, 16])
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "rows", "start", "fault"),
-    [
+@drawn(
+    shape=[
         (2, 2, 70, 20, 45),  # tiles of queries
         (4, 1, 150, 0, 0),  # several rows in a tile, none before the fault
         (4, 4, 4, 60, 2),  # interleaved panels
@@ -168,47 +146,31 @@ def test_a_nan_affects_only_its_sequence(backend: Backend) -> None:
         (4, 4, 1, 128, 0),  # a decode row that is alone in its block
         (4, 1, 1, 1200, 0),  # and one whose keys are divided
     ],
+    fault=[("value", math.nan), ("value", -math.inf), ("key", math.inf), ("value", 1e30)],
+    block=[3, 16],
+    dtype=TYPES,
 )
-@pytest.mark.parametrize(
-    ("part", "number"), [("value", math.nan), ("value", -math.inf), ("key", math.inf)]
-)
-def test_a_number_that_is_not_finite_changes_no_bit_of_earlier_rows(
-    backend: Backend,
-    part: str,
-    number: float,
-    heads: int,
-    kv_heads: int,
-    rows: int,
-    start: int,
-    fault: int,
-    block: int,
-    dtype: torch.dtype,
+def test_a_number_that_is_huge_or_not_finite_changes_no_bit_of_earlier_rows(
+    backend: Backend, shape: Any, fault: tuple[str, float], block: int, dtype: torch.dtype
 ) -> None:
     torch.set_num_threads(3)
+    (heads, kv_heads, rows, start, at), (part, number) = shape, fault
     case = Case(heads, kv_heads, 32, block, dtype, ((rows, start), (1, 30)))
     before = [(0, 0, start), (1, 0, 30)] if start else [(1, 0, 30)]
     now = [(0, start, start + rows), (1, 30, 31)]
     case.step(before, backend)
     healthy = case.step(now, backend)
     # One element of the last head of keys or values.
-    case.rows[0][start + fault, (heads + kv_heads * (1 + (part == "value"))) * 32 - 5] = number
+    case.rows[0][start + at, (heads + kv_heads * (1 + (part == "value"))) * 32 - 5] = number
     attended = case.step(now, backend)
-    assert torch.equal(attended[:fault], healthy[:fault])
+    assert torch.equal(attended[:at], healthy[:at])
     assert torch.equal(attended[rows], healthy[rows]), "another sequence"
     # The query heads that share the head of keys and values see the fault.
-    seeing = slice((heads - heads // kv_heads) * 32, None)
-    assert attended[fault:rows, seeing].isnan().all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_huge_value_changes_no_bit_of_earlier_rows(backend: Backend, dtype: torch.dtype) -> None:
-    case = Case(2, 2, 32, 16, dtype, ((70, 20),))
-    case.step([(0, 0, 20)], backend)
-    healthy = case.step([(0, 20, 90)], backend)
-    case.rows[0][50, 5 * 32 :] = 1e30
-    attended = case.step([(0, 20, 90)], backend)
-    assert torch.equal(attended[:30], healthy[:30])
-    assert not torch.equal(attended[30], healthy[30])
+    seen = attended[at:rows, (heads - heads // kv_heads) * 32 :]
+    if math.isfinite(number):
+        assert not torch.equal(attended[at], healthy[at])
+    else:
+        assert seen.isnan().all()
 
 
 def test_pages_and_rows_that_do_not_fit_are_refused() -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from itertools import product
+
 import pytest
 import torch
 
+from tests.support.drawing import cases_of
 from vlora.backends import Backend
 from vlora.kernels import quantize as quantize_module
 from vlora.kernels.formats import Format
@@ -17,15 +21,10 @@ FORMATS = [
     Format(8, 128),
     *(Format(4, group, zeros=True) for group in (32, 64, 128)),
 ]
-INT4 = [form for form in FORMATS if form.bits == 4]
+INT8, INT4 = FORMATS[:3], FORMATS[3:]
+each_form = pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DEPTHS = (1, 30, 64, 90, 100, 192, 576, 2100)
-
-
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    """Draw the same matrices in every run."""
-    torch.manual_seed(0)
 
 
 def quantized(matrix: torch.Tensor, form: Format, backend: Backend) -> QuantizedWeight:
@@ -42,10 +41,9 @@ def same(a: QuantizedWeight, b: QuantizedWeight) -> bool:
     return zeros and torch.equal(a.values, b.values) and torch.equal(a.scales, b.scales)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("form", FORMATS[:3], ids=lambda form: form.name)
-def test_int8_equals_the_reference(backend: Backend, form: Format, dtype: torch.dtype) -> None:
-    for depth in DEPTHS:
+@pytest.mark.parametrize("form", INT8, ids=lambda form: form.name)
+def test_int8_equals_the_reference(backend: Backend, form: Format) -> None:
+    for dtype, depth in product(DTYPES, DEPTHS):
         matrix = torch.randn(21, depth)
         matrix[3] = 0
         matrix[5] *= 1e30 if dtype != torch.float16 else 1e3
@@ -54,19 +52,15 @@ def test_int8_equals_the_reference(backend: Backend, form: Format, dtype: torch.
         assert same(weight, expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", INT4, ids=lambda form: form.name)
-def test_int4_equals_the_reference_except_for_ties(
-    backend: Backend, form: Format, dtype: torch.dtype
-) -> None:
+def test_int4_equals_the_reference_except_for_ties(backend: Backend, form: Format) -> None:
     """Rounding errors decide values that lie halfway between two integers, and the fit goes on from
     there. There are more such values among weights of few bits.
     """
-    for depth in DEPTHS:
-        for shift in (0.0, 0.5):
-            matrix = (torch.randn(100, depth) + shift).to(dtype)
-            matrix[7] = 0
-            check_int4(matrix, form, backend)
+    for dtype, depth, shift in cases_of(dtype=DTYPES, depth=DEPTHS, shift=(0.0, 0.5)):
+        matrix = (torch.randn(100, depth) + shift).to(dtype)
+        matrix[7] = 0
+        check_int4(matrix, form, backend)
 
 
 def check_int4(matrix: torch.Tensor, form: Format, backend: Backend) -> None:
@@ -95,7 +89,7 @@ def check_int4(matrix: torch.Tensor, form: Format, backend: Backend) -> None:
     assert errors.norm() <= (1 + more) * expected_errors.norm() + 1e-5 * norms.norm()
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@each_form
 def test_a_matrix_is_quantized_alike_by_any_number_of_threads_and_in_any_layout(
     backend: Backend, form: Format
 ) -> None:
@@ -112,17 +106,19 @@ def test_a_matrix_is_quantized_alike_by_any_number_of_threads_and_in_any_layout(
     assert all(same(weight, weights[0]) for weight in weights)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@each_form
 def test_the_first_row_with_a_value_that_is_not_finite_is_named(
-    backend: Backend, form: Format, dtype: torch.dtype
+    backend: Backend, form: Format
 ) -> None:
-    for bad in (float("nan"), float("inf"), -float("inf")):
-        for row, column in ((0, 0), (17, 999), (39, 500)):
-            matrix = torch.ones(40, 1000, dtype=dtype)
-            matrix[row, column] = matrix[39, 3] = bad
-            with pytest.raises(ValueError, match=f"^row {row} has a value that is not finite"):
-                quantized(matrix, form, backend)
+    for dtype, bad, (row, column) in cases_of(
+        dtype=DTYPES,
+        bad=(math.nan, math.inf, -math.inf),
+        place=((0, 0), (17, 999), (39, 500)),
+    ):
+        matrix = torch.ones(40, 1000, dtype=dtype)
+        matrix[row, column] = matrix[39, 3] = bad
+        with pytest.raises(ValueError, match=f"^row {row} has a value that is not finite"):
+            quantized(matrix, form, backend)
 
 
 def test_matrices_of_other_types_are_converted_in_parts(backend: Backend) -> None:
@@ -144,7 +140,7 @@ def test_weights_whose_sums_overflow_are_refused_as_int4(backend: Backend, form:
             quantized(matrix, form, backend)
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@each_form
 def test_tiny_weights_are_quantized_to_finite_ones(backend: Backend, form: Format) -> None:
     for size in (1e-20, 1e-36, 1e-39, 1e-45):
         matrix = torch.randn(8, 256) * size
@@ -158,7 +154,7 @@ def test_a_matrix_of_another_shape_is_refused(backend: Backend) -> None:
         quantize(torch.zeros(4, 63), weight, backend=backend)
 
 
-@pytest.mark.parametrize("form", FORMATS[:3], ids=lambda form: form.name)
+@pytest.mark.parametrize("form", INT8, ids=lambda form: form.name)
 def test_no_group_of_int8_has_a_larger_error_than_by_its_largest_value(
     backend: Backend, form: Format
 ) -> None:
@@ -177,21 +173,21 @@ def test_no_group_of_int8_has_a_larger_error_than_by_its_largest_value(
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
-@pytest.mark.parametrize("shift", [0.0, 0.5, -3.0])
 def test_int4_has_a_smaller_error_than_rounding_between_the_extremes(
-    backend: Backend, group: int, shift: float
+    backend: Backend, group: int
 ) -> None:
     """Each group of a matrix that is quantized in several parts, compared in double precision."""
     rows, depth = 300, 5 * 128
-    matrix = torch.randn(rows, depth, generator=torch.Generator().manual_seed(1)) + shift
-    weight = quantized(matrix, Format(4, group, zeros=True), backend)
-    grouped = matrix.double().view(rows, -1, group)
-    low = grouped.amin(dim=2, keepdim=True).clamp_max(0)
-    step = (grouped.amax(dim=2, keepdim=True).clamp_min(0) - low) / 15
-    plain = ((grouped - low) / step).round() * step + low - grouped
-    error = dequantize(weight).double().view(rows, -1, group) - grouped
-    assert (error.norm(dim=2) <= 1.1 * plain.norm(dim=2)).all()
-    assert error.norm() <= 0.99 * plain.norm()
+    for shift in (0.0, 0.5, -3.0):
+        matrix = torch.randn(rows, depth) + shift
+        weight = quantized(matrix, Format(4, group, zeros=True), backend)
+        grouped = matrix.double().view(rows, -1, group)
+        low = grouped.amin(dim=2, keepdim=True).clamp_max(0)
+        step = (grouped.amax(dim=2, keepdim=True).clamp_min(0) - low) / 15
+        plain = ((grouped - low) / step).round() * step + low - grouped
+        error = dequantize(weight).double().view(rows, -1, group) - grouped
+        assert (error.norm(dim=2) <= 1.1 * plain.norm(dim=2)).all()
+        assert error.norm() <= 0.99 * plain.norm()
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.machine import is_compiled
+from tests.support.atmm_problems import BF16, compiled
+from tests.support.drawing import cases_of
 from vlora import native
 from vlora.backends import Backend
 from vlora.kernels import quantized
@@ -21,6 +25,7 @@ from vlora.kernels.quantized import (
     arrange,
     dequantize,
     in_rows,
+    preferred_rows,
     unpack,
 )
 
@@ -30,13 +35,12 @@ FORMATS = [
     Format(8, 128),
     *(Format(4, group, zeros) for group, zeros in ((32, True), (64, False), (128, True))),
 ]
+INT4 = [form for form in FORMATS if form.bits == 4]
+TYPES = (torch.float32, torch.bfloat16)
+BAD = (math.nan, math.inf, -math.inf)
+each_form = pytest.mark.parametrize("form", FORMATS, ids=lambda form: f"{form.name} {form.zeros}")
+each_type = pytest.mark.parametrize("dtype", TYPES)
 SHAPES = ((1, 1), (50, 100), (131, 257), (8, 31), (48, 832))
-
-
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    """Draw the same matrices in every run."""
-    torch.manual_seed(0)
 
 
 def random_weight(
@@ -70,8 +74,10 @@ def check(
     bias: torch.Tensor | None = None,
 ) -> None:
     """Compare products with those of the dequantized matrix in double precision."""
-    matrix = dequantize(weight).double()
-    multiplied = QuantizedMatrix(arranged(weight, backend), bias)
+    matrix, copy = dequantize(weight).double(), arranged(weight, backend)
+    panel_rows = 0 if backend == "reference" or weight.format.bits == 8 else preferred_rows()
+    assert copy.panel_rows == (panel_rows if panel_rows and len(matrix) % panel_rows == 0 else 0)
+    multiplied = QuantizedMatrix(copy, bias)
     for rows in all_rows:
         x = torch.randn(rows, weight.depth)
         product = multiplied(x, backend=backend)
@@ -88,8 +94,8 @@ def check(
         assert ((product - expected).abs() <= allowed).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("form", FORMATS, ids=lambda form: f"{form.name} {form.zeros}")
+@each_type
+@each_form
 def test_a_product_equals_that_of_the_dequantized_matrix(
     backend: Backend, form: Format, dtype: torch.dtype
 ) -> None:
@@ -98,21 +104,26 @@ def test_a_product_equals_that_of_the_dequantized_matrix(
         check(random_weight(form, width, depth, dtype), (0, 1, 2, 5, 8, 9, 70), backend, bias)
 
 
-@pytest.mark.parametrize("form", [Format(8, None), Format(4, 64)], ids=lambda form: form.name)
-def test_large_matrices_are_multiplied_in_pieces(backend: Backend, form: Format) -> None:
-    """A matrix of several pieces, and of several blocks of widened rows."""
-    for width, depth in ((700, 1100), (40, 5000)):
-        weight = random_weight(form, width, depth, torch.bfloat16)
-        check(weight, (1, 6, 20, 66), backend)
+@pytest.mark.parametrize(
+    ("width", "depth", "all_rows", "forms"),
+    [
+        # Several pieces, and several blocks of widened rows.
+        (700, 1100, (1, 6, 20, 66), [(Format(8, None), BF16), (Format(4, 64), BF16)]),
+        (40, 5000, (1, 6, 20, 66), [(Format(8, None), BF16), (Format(4, 64), BF16)]),
+        # Larger than L2: written past the caches, since the rows are whole cache lines.
+        (1040, 64, (513,), [(Format(4, 32, zeros=True), dtype) for dtype in TYPES]),
+        # The depth is cut, because many rows do not fit the cache.
+        (33, 4993, (257,), [(form, dtype) for form in FORMATS for dtype in TYPES]),
+    ],
+)
+def test_products_larger_than_caches_are_computed_in_parts(
+    backend: Backend, width: int, depth: int, all_rows: Sequence[int], forms: Any
+) -> None:
+    for form, dtype in forms:
+        check(random_weight(form, width, depth, dtype), all_rows, backend)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_larger_than_l2_are_multiplied(backend: Backend, dtype: torch.dtype) -> None:
-    """Products are written past the caches if their rows are whole cache lines."""
-    check(random_weight(Format(4, 32, True), 1040, 64, dtype), [513], backend)
-
-
-@pytest.mark.parametrize("form", FORMATS, ids=lambda form: f"{form.name} {form.zeros}")
+@each_form
 def test_rows_may_be_strided_and_inputs_reordered(backend: Backend, form: Format) -> None:
     wide = torch.randn(20, 300)
     for rows in (3, 20):
@@ -132,8 +143,8 @@ def test_rows_may_be_strided_and_inputs_reordered(backend: Backend, form: Format
             torch.testing.assert_close(product, x @ dequantize(each).T, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("form", [f for f in FORMATS if f.bits == 4], ids=lambda form: form.name)
+@each_type
+@pytest.mark.parametrize("form", INT4, ids=lambda form: form.name)
 def test_any_few_rows_are_multiplied_in_either_layout(
     backend: Backend, form: Format, dtype: torch.dtype
 ) -> None:
@@ -141,85 +152,71 @@ def test_any_few_rows_are_multiplied_in_either_layout(
     for width, depth in ((32, 95), (72, 600), (48, 2100), (27, 600)):
         weight = random_weight(form, width, depth, dtype)
         check(weight, (*range(1, 18), 33, 49), backend, torch.randn(width))
-        matrix = arranged(weight, backend)
-        panel_rows = 0 if backend == "reference" else quantized.preferred_rows()
-        assert matrix.panel_rows == (panel_rows if panel_rows and width % panel_rows == 0 else 0)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 16, 17, 40])
-@pytest.mark.parametrize("form", FORMATS, ids=lambda form: f"{form.name} {form.zeros}")
-def test_a_product_is_as_exact_as_a_sum_in_fp32(backend: Backend, form: Format, rows: int) -> None:
-    """Errors are relative to the sum of absolute products, for values of mixed magnitudes."""
-    depth = 608
-    weight = random_weight(form, 32, depth)
-    # In some outputs, inputs that are far larger than the others of their group have the weight 0.
-    values, large = unpack(weight), torch.arange(5, depth, 32)
+def with_large_inputs(
+    form: Format, width: int, dtype: torch.dtype = torch.float32
+) -> tuple[QuantizedWeight, torch.Tensor]:
+    """Return a matrix, and inputs that have the weight 0 in its first 8 outputs.
+
+    Values of x that are far larger than the others of their group may be there.
+    """
+    weight = random_weight(form, width, 608, dtype)
+    values, large = unpack(weight), torch.arange(5, 608, 32)
     values[:8, large] = values[:8, large + 3] = 8 if form.bits == 4 else 0
     zeros = torch.randint(-64, 192, weight.scales.shape) / ZERO_STEPS
     zeros[:8] = 8
     weight.fill(values, weight.scales.clone(), zeros if form.zeros else None)
-    matrix = QuantizedMatrix(arranged(weight, backend))
-    exact = dequantize(weight).double()
-    x = torch.randn(rows, depth)
-    mixed = x * 10 ** torch.linspace(-8, 8, depth)[torch.randperm(depth)]
-    outliers = x.clone()
-    outliers[:, large] *= 1e4
-    two_outliers = outliers.clone()
-    two_outliers[:, large + 3] *= 1e7
-    for each in (x, mixed, outliers, two_outliers, x * 1e-18, outliers * 1e18):
-        expected = each.double() @ exact.T
-        sizes = each.abs().double() @ exact.abs().T
-        error = (matrix(each.float(), backend=backend) - expected).abs()
-        assert (error <= 2**-19 * sizes).all()
+    return weight, large
+
+
+@each_form
+def test_a_product_is_as_exact_as_a_sum_in_fp32(backend: Backend, form: Format) -> None:
+    """Errors are relative to the sum of absolute products, for values of mixed magnitudes."""
+    weight, large = with_large_inputs(form, 32)
+    matrix, exact = QuantizedMatrix(arranged(weight, backend)), dequantize(weight).double()
+    for rows in (1, 2, 3, 4, 7, 16, 17, 40):
+        x = torch.randn(rows, 608)
+        mixed = x * 10 ** torch.linspace(-8, 8, 608)[torch.randperm(608)]
+        outliers = x.clone()
+        outliers[:, large] *= 1e4
+        two_outliers = outliers.clone()
+        two_outliers[:, large + 3] *= 1e7
+        for each in (x, mixed, outliers, two_outliers, x * 1e-18, outliers * 1e18):
+            expected = each.double() @ exact.T
+            sizes = each.abs().double() @ exact.abs().T
+            error = (matrix(each.float(), backend=backend) - expected).abs()
+            assert (error <= 2**-19 * sizes).all()
 
 
 @pytest.mark.parametrize("form", [Format(8, None), Format(4, 32)], ids=lambda form: form.name)
-@pytest.mark.parametrize("rows", [1, 2, 5, 16, 17, 64, 65])
-@pytest.mark.parametrize("large", [1.0, 1e2, 1e4, 1e11])
-def test_a_product_in_bf16_is_as_exact_as_its_rounding(
-    backend: Backend, form: Format, large: float, rows: int
-) -> None:
-    """Some inputs are far larger than the others, and have the weight 0 in some outputs."""
-    depth = 608
-    weight = random_weight(form, 48, depth, torch.bfloat16)
-    values, columns = unpack(weight), torch.arange(5, depth, 32)
-    values[:8, columns] = 8 if form.bits == 4 else 0
-    weight.fill(values, weight.scales.clone(), None)
-    exact = dequantize(weight).double()
-    x = torch.randn(rows, depth)
-    x[:, columns] *= large
-    product = QuantizedMatrix(arranged(weight, backend))(x, backend=backend)
-    error = (product - x.double() @ exact.T).abs()
-    # Both factors may be rounded.
-    assert (error <= 2**-7 * (x.abs().double() @ exact.abs().T)).all()
+def test_a_product_in_bf16_is_as_exact_as_its_rounding(backend: Backend, form: Format) -> None:
+    weight, columns = with_large_inputs(form, 48, torch.bfloat16)
+    matrix, exact = QuantizedMatrix(arranged(weight, backend)), dequantize(weight).double()
+    for rows, large in product((1, 2, 5, 16, 17, 64, 65), (1.0, 1e2, 1e4, 1e11)):
+        x = torch.randn(rows, 608)
+        x[:, columns] *= large
+        error = (matrix(x, backend=backend) - x.double() @ exact.T).abs()
+        # Both factors may be rounded.
+        assert (error <= 2**-7 * (x.abs().double() @ exact.abs().T)).all()
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=lambda form: f"{form.name} {form.zeros}")
-def test_depth_is_cut_if_many_rows_do_not_fit_the_cache(backend: Backend, form: Format) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        check(random_weight(form, 33, 4993, dtype), [257], backend)
-
-
-@pytest.mark.parametrize("rows", [5, 21])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("form", FORMATS, ids=lambda form: f"{form.name} {form.zeros}")
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_value_that_is_not_finite_spoils_its_row_only(
-    backend: Backend, form: Format, bad: float, dtype: torch.dtype, rows: int
-) -> None:
-    for width in (24, 48):  # three panels of 8 outputs, or of 16
+@each_form
+def test_a_value_that_is_not_finite_spoils_its_row_only(backend: Backend, form: Format) -> None:
+    """Matrices of three panels of 8 outputs, or of 16."""
+    for dtype, bad, rows, width in cases_of(dtype=TYPES, bad=BAD, rows=(5, 21), width=(24, 48)):
         matrix = QuantizedMatrix(arranged(random_weight(form, width, 300, dtype), backend))
         x = torch.randn(rows, 300)
         expected = matrix(x, backend=backend)
         x[3, 290] = bad
-        product = matrix(x, backend=backend)
-        assert not product[3].isfinite().any()
+        result = matrix(x, backend=backend)
+        assert not result[3].isfinite().any()
         others = [row for row in range(rows) if row != 3]
-        assert torch.equal(product[others], expected[others])
+        assert torch.equal(result[others], expected[others])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("form", FORMATS, ids=lambda form: f"{form.name} {form.zeros}")
+@each_type
+@each_form
 def test_rows_of_zeros_and_of_tiny_and_huge_values_are_multiplied(
     backend: Backend, form: Format, dtype: torch.dtype
 ) -> None:
@@ -237,13 +234,12 @@ def test_rows_of_zeros_and_of_tiny_and_huge_values_are_multiplied(
         assert (error <= relative * (rows.abs().double() @ exact.abs().T) + 1e-33).all()
 
 
+@compiled
 @pytest.mark.parametrize("panel_rows", [8, 16])
-@pytest.mark.parametrize("form", [f for f in FORMATS if f.bits == 4], ids=lambda form: form.name)
+@pytest.mark.parametrize("form", INT4, ids=lambda form: form.name)
 def test_a_matrix_keeps_its_weights_when_it_is_put_into_panels(
     form: Format, panel_rows: int
 ) -> None:
-    if not is_compiled():
-        pytest.skip("the kernels are not compiled")
     for width, depth in ((panel_rows, 1), (5 * panel_rows, 130), (400, 6000)):
         weight = random_weight(form, width, depth)
         copy = arranged(weight, "reference")
@@ -259,27 +255,27 @@ def test_a_matrix_keeps_its_weights_when_it_is_put_into_panels(
 def test_other_instruction_sets_refuse_panels(backend: Backend, panel_rows: int, isa: str) -> None:
     weight = replace(random_weight(Format(4, 32), 16, 64), panel_rows=panel_rows)
     x = torch.zeros(3, 64)
-    if backend == "reference" or quantized.preferred_rows() == panel_rows:
+    if backend == "reference" or preferred_rows() == panel_rows:
         assert QuantizedMatrix(weight)(x, backend=backend).isfinite().all()
         return
     with pytest.raises(ValueError, match=rf"panels of {panel_rows} rows, .* only {isa} can"):
         QuantizedMatrix(weight)(x, backend=backend)
 
 
-@pytest.mark.parametrize("rows", [1, 4, 11, 70])
-def test_a_gated_product_is_the_gate_of_the_product(backend: Backend, rows: int) -> None:
+def test_a_gated_product_is_the_gate_of_the_product(backend: Backend) -> None:
     weight = random_weight(Format(4, 32), 96, 130)
     matrix = QuantizedMatrix(arranged(weight, backend), torch.randn(96))
-    x = torch.randn(rows, 130)
-    gates, ups = matrix(x, backend="reference").chunk(2, dim=1)
-    expected = torch.nn.functional.silu(gates) * ups
-    torch.testing.assert_close(matrix.gated(x, backend=backend), expected, rtol=0, atol=1e-4)
+    for rows in (1, 4, 11, 70):
+        x = torch.randn(rows, 130)
+        gates, ups = matrix(x, backend="reference").chunk(2, dim=1)
+        expected = torch.nn.functional.silu(gates) * ups
+        torch.testing.assert_close(matrix.gated(x, backend=backend), expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=lambda form: f"{form.name} {form.zeros}")
+@each_form
 def test_no_memory_after_rows_of_x_is_read(backend: Backend, form: Format) -> None:
     for rows in (1, 3, 12):
-        memory = torch.full((rows * 37 + 64,), float("nan"))
+        memory = torch.full((rows * 37 + 64,), math.nan)
         x = memory[: rows * 37].view(rows, 37)
         x.copy_(torch.randn(rows, 37))
         for width in (8, 11, 16):
@@ -305,11 +301,76 @@ def test_parts_of_a_weight_are_checked() -> None:
         QuantizedMatrix(weight)(torch.zeros(2, 63))
 
 
+@compiled
 def test_the_layout_has_the_same_constants_in_python_and_in_the_kernels() -> None:
-    if not is_compiled():
-        pytest.skip("the kernels are not compiled")
     module = native.kernels().quantized
     assert (module.BLOCK, module.WHOLE_ROW) == (quantized.BLOCK, quantized.WHOLE_ROW)
     assert module.MIDDLE == quantized.SYMMETRIC_ZERO
     assert module.ZERO_STEP == 1 / ZERO_STEPS
     assert module.preferred_panel_rows() in (0, 8, quantized.TILE_PANEL_ROWS)
+
+
+# ---- few rows with int8 weights in bf16 ----------------------------------------------------------
+#
+# No kernel rounds such rows to bf16 if a few signed bytes represent them more exactly. Instruction
+# sets with products of bf16 pairs multiply bytes instead, and the others multiply in fp32.
+
+
+def positive_weight(width: int, depth: int) -> QuantizedWeight:
+    """Return a matrix without negative weights, so that rounding errors of x add up in a product.
+
+    The even outputs have the weight 0 for every sixteenth input, from the first on.
+    """
+    weight = allocate(Format(8, None), width, depth, torch.bfloat16)
+    values = torch.randint(1, 128, (width, depth))
+    values[::2, ::16] = 0
+    weight.fill(values, (torch.rand(width, 1) + 0.5) / 128, None)
+    return weight
+
+
+def rows_between_bf16_values(rows: int, depth: int) -> torch.Tensor:
+    """Return values that are all rounded down to bf16, with an error of 0.9 · 2⁻⁹."""
+    return (1 + 0.9 * 2**-9) * 2.0 ** torch.randint(-2, 3, (rows, depth))
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("large", [1.0, 1e3], ids=["two digits", "three digits"])
+def test_few_rows_are_multiplied_more_exactly_than_in_bf16(backend: Backend, large: float) -> None:
+    for width, depth in ((3, 40), (40, 608), (131, 257), (66, 1100)):
+        weight, bias = positive_weight(width, depth), torch.randn(width)
+        exact, matrix = dequantize(weight).double(), QuantizedMatrix(weight, bias)
+        for rows in (*range(1, 9), 11, 13, 16):
+            x = torch.zeros(rows, depth + 5)[:, 2 : depth + 2]
+            x.copy_(rows_between_bf16_values(rows, depth))
+            x[:, ::16] *= large
+            expected = x.double() @ exact.T
+            error = (matrix(x, backend=backend) - bias - expected).abs()
+            assert (error <= 2**-12 * expected + 1e-6).all()
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_rows_beside_one_that_is_not_finite_are_as_exact(backend: Backend, bad: float) -> None:
+    weight = positive_weight(34, 300)
+    exact, matrix = dequantize(weight).double(), QuantizedMatrix(weight)
+    for rows in (2, 7, 16):
+        x = rows_between_bf16_values(rows, 300)
+        x[1, 299] = bad
+        product = matrix(x, backend=backend)
+        assert not product[1].isfinite().any()
+        others = torch.arange(rows) != 1
+        expected = x[others].double() @ exact.T
+        assert ((product[others] - expected).abs() <= 2**-12 * expected).all()
+
+
+def test_sums_of_the_largest_weights_and_values_do_not_overflow(backend: Backend) -> None:
+    """The depth is the largest for which digits are used, and all weights are -128."""
+    depth = 1 << 16
+    weight = allocate(Format(8, None), 8, depth, torch.bfloat16)
+    weight.fill(torch.full((8, depth), -128), torch.full((8, 1), 2.0**-7), None)
+    matrix = QuantizedMatrix(weight)
+    for value in (1.0, -1.0):
+        for rows in (1, 3):
+            product = matrix(torch.full((rows, depth), value), backend=backend)
+            torch.testing.assert_close(
+                product, torch.full((rows, 8), -value * depth), rtol=1e-5, atol=0
+            )

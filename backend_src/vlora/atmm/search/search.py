@@ -323,10 +323,11 @@ def duel(
 def filled(
     entries: Iterable[Mapping[str, Any]], key: Callable[[Shape], str]
 ) -> list[dict[str, Any]]:
-    """Return the entries, with copies without times for numbers of segments that were not searched.
+    """Return the entries, and copies of them for numbers of segments that were not searched.
 
-    An entry for apply is copied to twice its number of segments, one for merge, whose segments are
-    matrices, to all numbers in MATRICES. So more look-ups find an exact match by hash.
+    The copies have no times. An entry for apply is copied to twice its number of segments, one for
+    merge, whose segments are matrices, to all numbers in MATRICES. So more look-ups find an exact
+    match by hash.
     """
     all_entries = [dict(entry) for entry in entries]
     known = {entry["key"] for entry in all_entries}

@@ -1,6 +1,6 @@
 // Names and labels of the server's tasks, which the entry of the base model lists.
 
-const DEFAULT = "vqa";
+const DEFAULT = "chat";
 let labels = {};
 
 /** Read the names and labels from the list of models. */
@@ -11,10 +11,10 @@ export function readTasks(models) {
 /** Return {name, label, hint} of a task; those of an unknown one show its own name. */
 export const taskOf = (task) => labels[task] ?? { name: task, label: "Text", hint: "" };
 
-/** Return the tasks of a model that a single message can ask for. */
-export const tasksOf = (model) => model.tasks.filter((task) => task !== "chat");
+/** Return the tasks of a model. */
+export const tasksOf = (model) => model.tasks;
 
 /** Return the task that the server chooses for a request without one. */
 export function automaticTask(model) {
-  return model?.parent && model.tasks.length === 1 ? model.tasks[0] : DEFAULT;
+  return model?.default_task ?? DEFAULT;
 }

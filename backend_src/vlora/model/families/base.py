@@ -55,7 +55,7 @@ class WeightNames:
         """Path of a module in a layer → target, for modules with other paths than `attention` and
         `mlp`.
 
-        For a module that corresponds to several targets, the value is a key of `lora.fused.FUSED`.
+        For a module that corresponds to several targets, the value is a key of `FUSED`.
         """
         return {}
 

@@ -13,11 +13,11 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from vlora.config import Limits
-from vlora.errors import InvalidArgument, VLoraError
+from vlora.errors import InvalidArgument, VLoraError, from_message, is_coded
 from vlora.request import ImageFeatures
 from vlora.serving.codec import ADAPTER_VERSION, RETURNED
 from vlora.serving.metrics import ErrorCounts
-from vlora.serving.responder import from_message, is_coded, to_message
+from vlora.serving.responder import to_message
 from vlora.serving.tensors import Array, Tensors, flag
 from vlora.serving.vision_encoder import features_from
 from vlora.strict_json import load_object

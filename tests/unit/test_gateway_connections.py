@@ -1,0 +1,390 @@
+"""Tests of the gateway's connections: which requests it admits, and when a connection ends."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from uvicorn import Config
+from uvicorn.server import ServerState
+
+from vlora.errors import ServerError
+from vlora.gateway import bodies
+from vlora.gateway.door import (
+    Door,
+    GatewayMetrics,
+    Keys,
+    Message,
+    RateLimit,
+    Receive,
+    Scope,
+    Send,
+    load_keys,
+)
+from vlora.gateway.errors import ApiError
+from vlora.gateway.protocol import MAX_SMALL_CHUNKS, MAX_WAITING, LimitedConnection
+from vlora.gateway.server import listen
+
+KEY, OTHER = "k" * 16, "o" * 16
+
+
+async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+    """ASGI application that answers every request, in place of the gateway's routes."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"{}"})
+
+
+class Caller:
+    """Sends requests through a `Door`, the gateway's outermost layer."""
+
+    def __init__(
+        self,
+        keys: Keys | None = None,
+        limit: RateLimit | None = None,
+        origins: frozenset[str] = frozenset(),
+    ) -> None:
+        self.log = io.StringIO()
+        self._door = Door(answer, keys, limit, origins, GatewayMetrics(), self.log)
+
+    def __call__(
+        self, path: str = "/v1/models", host: str = "localhost:8080", **headers: str
+    ) -> int:
+        """Send a request with a body of five parts, and return the status of its answer.
+
+        host: values of its Host headers. `events` has the parts received and the messages sent.
+        """
+        pairs = [(b"host", one.encode()) for one in host.split(" ")]
+        pairs += [(name.encode(), value.encode()) for name, value in headers.items()]
+        scope: dict[str, Any] = {"type": "http", "method": "GET", "path": path, "headers": pairs}
+        self.events: list[str] = []
+        statuses: list[int] = []
+
+        async def receive() -> Message:
+            self.events.append("part")
+            return {"type": "http.request", "body": b" ", "more_body": len(self.events) < 5}
+
+        async def send(message: Message) -> None:
+            self.events.append(message["type"])
+            statuses.append(message.get("status", 0))
+
+        asyncio.run(self._door(scope, receive, send))
+        return statuses[0]
+
+
+def test_a_request_with_two_hosts_is_refused() -> None:
+    """Otherwise, a proxy in front of the gateway could check one, and the gateway the other."""
+    assert Caller()(host="localhost localhost:8080") == 400
+
+
+@pytest.mark.parametrize(
+    ("headers", "received"),
+    [
+        ({"content-length": "5"}, 5),
+        ({"transfer-encoding": "chunked"}, 5),
+        ({"content-length": "5", "expect": "100-continue"}, 0),
+        ({"content-length": "0"}, 0),
+        ({}, 0),
+    ],
+)
+def test_a_refused_request_is_received_to_its_end(headers: dict[str, str], received: int) -> None:
+    """Otherwise most clients report a broken connection instead of the answer."""
+    call = Caller()
+    assert call(host="attacker.example", **headers) == 403
+    assert call.events == ["part"] * received + ["http.response.start", "http.response.body"]
+
+
+def test_a_body_without_an_end_is_discarded_for_a_limited_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bodies, "DISCARD_SECONDS", 0.05)
+    monkeypatch.setattr(bodies, "MAX_DISCARDED_BYTES", 1000)
+    headers = [(b"transfer-encoding", b"chunked")]
+
+    async def silent() -> Message:
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+    async def endless() -> Message:
+        return {"type": "http.request", "body": b" " * 300, "more_body": True}
+
+    async def discard() -> None:
+        await bodies.BodyReceiver(headers, silent).discard_rest()
+        await bodies.BodyReceiver(headers, endless).discard_rest()
+
+    asyncio.run(asyncio.wait_for(discard(), timeout=30))
+
+
+def test_without_keys_only_requests_to_this_machine_are_served() -> None:
+    """A web page could otherwise reach a loopback gateway through a name that it controls."""
+    call = Caller()
+    for host in ("localhost:8080", "127.0.0.1", "[::1]:8080"):
+        assert call(host=host) == 200
+    for host in ("attacker.example:8080", "192.168.0.7", "localhost.attacker.example", "", "[::1"):
+        assert call(host=host) == 403
+
+
+def test_web_pages_of_other_origins_are_refused_unless_they_are_allowed() -> None:
+    assert Caller()(origin="http://localhost:8080") == 200
+    assert Caller()(origin="https://page.example") == 403
+    assert Caller()(origin="null") == 403
+    assert Caller(origins=frozenset({"https://page.example"}))(origin="https://page.example") == 200
+
+
+def test_a_key_is_required_except_for_health_and_its_tenant_is_logged() -> None:
+    call = Caller(Keys({KEY: "alice", OTHER: "bob"}))
+    assert call("/health", host="gateway.example") == 200
+    for authorization in ("", KEY, f"Basic {KEY}", f"Bearer {KEY}x", "Bearer ", "Bearer ÿ"):
+        assert call(authorization=authorization) == 401
+        assert call("/metrics", authorization=authorization) == 401
+        assert call("/healthy", authorization=authorization) == 401
+    assert call(authorization=f"Bearer {OTHER}") == 200
+    assert call(authorization=f"bearer {KEY}") == 200
+    lines = [json.loads(line) for line in call.log.getvalue().splitlines()]
+    assert [line["tenant"] for line in lines[-2:]] == ["bob", "alice"]
+    assert KEY not in call.log.getvalue()
+
+
+def test_each_tenant_has_its_own_limit_which_refills() -> None:
+    now = 0.0
+    limit = RateLimit(2, lambda: now)
+    call = Caller(Keys({KEY: "alice", OTHER: "bob"}), limit)
+    alice, bob = f"Bearer {KEY}", f"Bearer {OTHER}"
+    assert [call(authorization=alice) for _ in range(3)] == [200, 200, 429]
+    assert call(authorization=bob) == 200
+    assert call("/metrics", authorization=alice) == 200
+    now = 30.0
+    assert [call(authorization=alice) for _ in range(2)] == [200, 429]
+    with pytest.raises(ApiError) as refused:
+        limit.count("alice")
+    assert refused.value.retry_after == pytest.approx(30)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "holds no keys"),
+        ("alice short", "line 1 .* at least 16 characters"),
+        (f"# keys\nalice {KEY} more", "line 2 "),
+        (f"alice {KEY}\nbob {KEY}", "line 2 .* repeats"),
+    ],
+)
+def test_a_file_of_keys_that_cannot_be_used_is_an_error_without_the_keys(
+    content: str, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "keys"
+    with pytest.raises(ServerError, match="cannot be read"):
+        load_keys(path)
+    path.write_text(content)
+    with pytest.raises(ServerError, match=message) as refused:
+        load_keys(path)
+    assert KEY not in str(refused.value)
+
+
+def test_connections_send_without_delay() -> None:
+    with (
+        listen("127.0.0.1", 0) as listener,
+        closing(socket.create_connection(listener.getsockname())),
+        listener.accept()[0] as connection,
+    ):
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+START = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
+POST = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+MESSAGE = "the head has more than 65536 bytes, the limit"
+Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[bytes]]
+
+
+class Impatient(LimitedConnection):
+    head_seconds = 0.1
+
+
+async def app(scope: Any, receive: Any, send: Any) -> None:
+    """Answer with the size of the body."""
+    size, more = 0, True
+    while more:
+        message = await receive()
+        size += len(message.get("body", b""))
+        more = message.get("more_body", False)
+    body = b"%d" % size
+    headers = [(b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def talk(
+    client: Talk, protocol: type[LimitedConnection] = LimitedConnection, answer: Any = app
+) -> bytes:
+    """Return what `client` received from a server with connections of the class `protocol`."""
+
+    async def run() -> bytes:
+        config = Config(answer, log_config=None, access_log=False)
+        config.load()
+        state = ServerState()
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(
+            lambda: protocol(config=config, server_state=state, app_state={}), "127.0.0.1", 0
+        )
+        async with server:
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            try:
+                return await asyncio.wait_for(client(reader, writer), 60)
+            finally:
+                writer.transport.abort()
+
+    return asyncio.run(run())
+
+
+def sending(*parts: bytes) -> Talk:
+    """Return a client that sends parts, and then reads until the connection is closed."""
+
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        received = b""
+        try:
+            for part in parts:
+                writer.write(part)
+                await writer.drain()
+                await asyncio.sleep(0)
+            while part := await reader.read(1 << 16):
+                received += part
+        except ConnectionError:
+            pass
+        return received
+
+    return client
+
+
+def message_of(received: bytes) -> str:
+    """Return the message of the only response, an error of the API that ends the connection."""
+    head, _, body = received.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n")
+    assert head.endswith(b"content-length: %d\r\nconnection: close" % len(body))
+    error = json.loads(body)["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "INVALID_ARG")
+    return str(error["message"])
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [START, b"X: ", *[b"a" * (1 << 16)] * 40],
+        [START, b"", *[b"X: y\r\n" * 11_000] * 40],
+        [b"GET /", b"", *[b"a" * (1 << 16)] * 40],
+        [POST, b"1\r\nx\r\n0\r\n", *[b"X: y\r\n" * 11_000] * 40],
+        [b"", b"", *[b"\r\n" * 40_000] * 40],
+    ],
+    ids=["one header", "many headers", "a URL", "trailers", "empty lines"],
+)
+def test_a_head_that_is_too_large_ends_the_connection(parts: list[bytes]) -> None:
+    """A client that keeps sending may lose the message: unread data resets the connection."""
+    received = talk(sending(*parts))
+    assert not received or message_of(received) == MESSAGE
+
+
+def test_a_body_may_be_larger_than_a_head_also_in_small_chunks() -> None:
+    chunks = [b"10\r\n0123456789abcdef\r\n" * 400] * 10
+    close = POST.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+    assert talk(sending(close, *chunks, b"0\r\n\r\n")).endswith(b"\r\n\r\n64000")
+    one = b"%x\r\n" % 3_000_000 + b"x" * 3_000_000 + b"\r\n0\r\n\r\n"
+    assert talk(sending(close, one)).endswith(b"\r\n\r\n3000000")
+
+
+def test_the_sizes_of_the_heads_on_a_connection_are_not_added_up() -> None:
+    head = START + b"X: " + b"a" * 40_000
+    last = head + b"\r\nConnection: close\r\n\r\n"
+    received = talk(sending(*[head + b"\r\n\r\n"] * 5, last))
+    assert received.count(b"200 OK") == 6
+
+
+@pytest.mark.parametrize("parts", [[], [b"GET / HT"], [START]], ids=["none", "a line", "a header"])
+def test_a_head_that_does_not_arrive_ends_the_connection(parts: list[bytes]) -> None:
+    assert talk(sending(*parts), Impatient) == b""
+
+
+@pytest.mark.parametrize("rest", [b"\r\n", b"GET / HT"])
+def test_a_later_head_that_does_not_arrive_ends_the_connection(rest: bytes) -> None:
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(START + b"\r\n")
+        received = await reader.readuntil(b"\r\n\r\n0")
+        writer.write(rest)
+        return received + await reader.read()
+
+    assert talk(client, Impatient).count(b"200 OK") == 1
+
+
+def test_a_running_request_of_a_lost_connection_is_notified() -> None:
+    """The client sends two requests, and leaves while the first one is running."""
+
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        running, notified = asyncio.Event(), asyncio.Event()
+        state.extend((running, notified))
+        writer.write((START + b"\r\n") * 2)
+        await running.wait()
+        writer.transport.abort()
+        await notified.wait()
+        return b"notified"
+
+    async def waiting(scope: Any, receive: Any, send: Any) -> None:
+        running, notified = state
+        running.set()
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        notified.set()
+
+    state: list[asyncio.Event] = []
+    assert talk(client, answer=waiting) == b"notified"
+
+
+def test_a_limited_number_of_requests_may_wait_on_a_connection() -> None:
+    last = START + b"Connection: close\r\n\r\n"
+    few = (START + b"\r\n") * MAX_WAITING + last
+    assert talk(sending(few)).count(b"200 OK") == MAX_WAITING + 1
+    # The gateway reads all of this at once, so the client does not lose the answer.
+    received = talk(sending((START + b"\r\n") * (MAX_WAITING + 2)))
+    assert message_of(received) == "more than 16 requests wait on this connection, the limit"
+    assert received.count(b"200 OK") == 0
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        START + b"Content-Length: -5\r\n\r\n",
+        START + b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n",
+        POST + b"no length\r\n",
+        POST + b"f" * 40 + b"\r\n",
+    ],
+    ids=["TLS", "HTTP/2", "a length", "two lengths", "a chunk", "a large chunk"],
+)
+def test_what_is_not_http_gets_an_error_of_the_api(garbage: bytes) -> None:
+    assert message_of(talk(sending(garbage))).startswith("the request is not valid HTTP: ")
+
+
+def test_a_body_with_too_many_small_chunks_is_refused() -> None:
+    small, large = b"1\r\nx\r\n" * 1024, b"400\r\n" + b"x" * 1024 + b"\r\n"
+    message = message_of(talk(sending(POST, *[small] * (MAX_SMALL_CHUNKS // 1024), small[:30])))
+    assert message.startswith("the body has 4101 chunks with 4100 bytes; ")
+    close = POST.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+    received = talk(sending(close, *[large * 512] * 10, small * 3, b"0\r\n\r\n"))
+    assert received.endswith(b"\r\n\r\n%d" % (5120 * 1024 + 3072))
+
+
+@pytest.mark.parametrize("cut", [0, 3, 30])
+def test_an_offer_of_another_protocol_is_ignored(cut: int) -> None:
+    """The request keeps its body, and the connection is used again."""
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMA\r\n"
+    request = POST.replace(b"\r\n\r\n", b"\r\n" + offer + b"\r\n") + b"5\r\nhello\r\n0\r\n\r\n"
+    last = START + b"Connection: close\r\n\r\n"
+    received = talk(sending(request[: len(request) - cut], request[len(request) - cut :], last))
+    assert [part[-1:] for part in received.split(b"HTTP/1.1 200 OK")[1:]] == [b"5", b"0"]
+    many = talk(sending((START + offer + b"\r\n") * (MAX_WAITING + 2)))
+    assert message_of(many) == "more than 16 requests wait on this connection, the limit"
+    assert "CONNECT" in message_of(talk(sending(b"CONNECT /x HTTP/1.1\r\n\r\n")))
