@@ -45,6 +45,7 @@ from vlora.model.inputs import text_prompt
 from vlora.model.multimodal import DECODERS
 from vlora.model.quantization_config import stored_quantization
 from vlora.model.rotary import Rotary
+from vlora.vision.chat_template import ChatTemplate
 from vlora.vision.encoder import VisionEncoder, open_encoder
 from vlora.vision.features import EncoderService, FeatureCache
 from vlora.vision.images import DecodedImage
@@ -398,6 +399,14 @@ REFUSED: dict[str, tuple[str, Edit, str]] = {
     "tokenizer-corrupt": ("text", written("tokenizer.json", '{"model"'), "tokenizer.json cannot"),
     "tokenizer-list": ("text", written("tokenizer.json", "[]"), "tokenizer.json cannot be read"),
     "tokenizer-config": ("text", written("tokenizer_config.json", "[]"), "tokenizer_config.json"),
+    "template-corrupt": (
+        "llava",
+        lambda folder: (
+            written("chat_template.json", "{{")(folder),
+            without("chat_template.jinja")(folder),
+        ),
+        "chat_template.json cannot be read",
+    ),
     "generation-list": ("text", written("generation_config.json", "[]"), "generation_config.json"),
     "generation-corrupt": (
         "text",
@@ -492,6 +501,7 @@ def opened(kind: str, folder: Path) -> None:
     if kind in KINDS[1:]:
         VisionEncoder(folder, 1)
     Engine(Options(model=folder))
+    ChatTemplate.from_checkpoint(folder)
 
 
 def shaped(ending: str, change_shape: Callable[[torch.Tensor], torch.Tensor]) -> Edit:

@@ -257,6 +257,8 @@ def check_tokenizer(folder: Path) -> None:
         )
     for name in TOKENIZER_CONFIGS:
         read_object(folder / name)
+    if not (folder / "chat_template.jinja").is_file():  # It comes before the other file.
+        read_object(folder / "chat_template.json")
     file = folder / TOKENIZERS[0]
     if file.is_file():
         try:
