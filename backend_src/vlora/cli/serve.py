@@ -23,6 +23,7 @@ from vlora.launcher.gateway_process import GatewayProcess
 from vlora.launcher.repository import GRACE_SECONDS, ServerOptions
 from vlora.launcher.server import TritonServer
 from vlora.launcher.supervisor import RestartPolicy, Supervisor
+from vlora.model.folder_checks import check_folder
 from vlora.model.multimodal import takes_images
 from vlora.net import LOOPBACK, check_ports
 
@@ -111,6 +112,7 @@ def serve(
             model, adapters, repository, options_file, settings or ()
         )
         options = configured.options
+        check_folder(options.model)
         server_options = ServerOptions(
             repository=configured.repository,
             model_json=configured.replacing,

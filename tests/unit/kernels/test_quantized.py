@@ -15,10 +15,10 @@ from tests.support.atmm_problems import BF16, compiled
 from tests.support.drawing import cases_of
 from vlora import native
 from vlora.backends import Backend
-from vlora.kernels import quantized
+from vlora.kernels import formats, quantized
+from vlora.kernels.formats import Format
 from vlora.kernels.quantized import (
     ZERO_STEPS,
-    Format,
     QuantizedMatrix,
     QuantizedWeight,
     allocate,
@@ -304,7 +304,7 @@ def test_parts_of_a_weight_are_checked() -> None:
 @compiled
 def test_the_layout_has_the_same_constants_in_python_and_in_the_kernels() -> None:
     module = native.kernels().quantized
-    assert (module.BLOCK, module.WHOLE_ROW) == (quantized.BLOCK, quantized.WHOLE_ROW)
+    assert (module.BLOCK, module.WHOLE_ROW) == (formats.BLOCK, formats.WHOLE_ROW)
     assert module.MIDDLE == quantized.SYMMETRIC_ZERO
     assert module.ZERO_STEP == 1 / ZERO_STEPS
     assert module.preferred_panel_rows() in (0, 8, quantized.TILE_PANEL_ROWS)
