@@ -23,7 +23,7 @@ from vlora.engine.engine import Engine
 from vlora.engine.plan import StepPlan
 from vlora.engine.sequence import Sequence as EngineSequence
 from vlora.ids import BASE
-from vlora.kernels.quantized import Format
+from vlora.kernels.formats import Format
 from vlora.model.decoder_config import LM_HEAD_FORMAT
 from vlora.request import Request
 from vlora.sampling import SamplingParams

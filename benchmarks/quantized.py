@@ -17,8 +17,9 @@ from benchmarks.frame import Row, ThreadedBenchmark
 from benchmarks.gpu_device import discard
 from benchmarks.machine import DTYPES, timed_with_rates
 from vlora.device import host_memory
+from vlora.kernels.formats import Format
 from vlora.kernels.ops import Matrix
-from vlora.kernels.quantized import Format, QuantizedMatrix, allocate, arrange
+from vlora.kernels.quantized import QuantizedMatrix, allocate, arrange
 
 READ_BYTES, MULTIPLY_ROUNDS = 64 << 20, 300_000
 SUMMARY_ROWS = (1, 4, 16)

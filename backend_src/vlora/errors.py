@@ -118,6 +118,11 @@ def prompt_too_long(size: int, limit: float, unit: str, context: int) -> Invalid
     )
 
 
+def in_one_line(error: Exception) -> str:
+    """Return the text of another library's error for a message, in one line, or its type."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def shown(value: Any) -> str:
     """Return the `repr` of `value` for a message, shortened if it is long. Never raises."""
     try:

@@ -29,8 +29,9 @@ from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.errors import InvalidArgument
 from vlora.ids import BASE
+from vlora.kernels.formats import Format
 from vlora.kernels.quantize import quantize
-from vlora.kernels.quantized import Format, allocate, dequantize
+from vlora.kernels.quantized import allocate, dequantize
 from vlora.model.decoder_config import load_config
 from vlora.model.loader import find_weights
 from vlora.request import Request

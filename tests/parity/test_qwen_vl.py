@@ -20,7 +20,8 @@ from tests.support.qwen_vl import (
 )
 from vlora.adapters.files import load_adapter
 from vlora.errors import InvalidArgument
-from vlora.kernels.quantized import Format, QuantizedWeight, dequantize
+from vlora.kernels.formats import Format
+from vlora.kernels.quantized import QuantizedWeight, dequantize
 from vlora.model.decoder_config import load_config
 from vlora.model.loader import adapter_shape, load_weights
 from vlora.model.tokenizer import load_tokenizer

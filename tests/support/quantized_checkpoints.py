@@ -107,6 +107,8 @@ def quantize_checkpoint(folder: Path, layout: Layout) -> dict[str, torch.Tensor]
 def _quantize(weight: Any, layout: Layout, order: Any) -> tuple[dict[str, Any], torch.Tensor]:
     """Return the stored parts of a matrix, and the matrix that they represent."""
     rows, depth = weight.shape
+    if not layout.symmetric:
+        weight = np.where(np.arange(rows)[:, None] % 5 == 0, np.abs(weight), weight)
     size = depth if layout.group < 0 else layout.group
     group_of = np.empty(depth, np.int32)
     group_of[order] = np.arange(depth) // size
@@ -116,7 +118,9 @@ def _quantize(weight: Any, layout: Layout, order: Any) -> tuple[dict[str, Any], 
     zeros = np.full(scales.shape, middle, np.int64)
     for group in range(scales.shape[1]):
         part = weight[:, group_of == group]
-        low, high = part.min(1, keepdims=True), part.max(1, keepdims=True)
+        # As the official quantizers do, so that the zero of positive weights is 0.
+        low = np.minimum(part.min(1, keepdims=True), 0)
+        high = np.maximum(part.max(1, keepdims=True), 0)
         if layout.symmetric:
             scale = np.abs(part).max(None if layout.per_tensor else 1, keepdims=True) / (middle - 1)
         else:
@@ -124,8 +128,7 @@ def _quantize(weight: Any, layout: Layout, order: Any) -> tuple[dict[str, Any], 
         scales[:, group] = scale[:, 0]
         scale = scales[:, group, None].astype(np.float32)
         if not layout.symmetric:
-            # Version 1 of GPTQ cannot store a zero of 0.
-            zeros[:, group] = np.clip(np.round(-low / scale), 1, levels)[:, 0]
+            zeros[:, group] = np.clip(np.round(-low / scale), 0, levels)[:, 0]
         rounded = np.round(part / scale) + zeros[:, group, None]
         values[:, group_of == group] = np.clip(rounded, 0, levels)
     of_input = (scales.astype(np.float32)[:, group_of], zeros[:, group_of])
@@ -136,10 +139,15 @@ def _quantize(weight: Any, layout: Layout, order: Any) -> tuple[dict[str, Any], 
 def _parts(values: Any, scales: Any, zeros: Any, group_of: Any, layout: Layout) -> dict[str, Any]:
     bits = layout.bits
     if layout.method == "gptq":
-        offset = 1 if layout.version == "gptq" else 0
+        qzeros = _pack(zeros.T, bits)
+        if layout.version == "gptq":
+            # GPTQModel subtracts 1 from each zero in whole words, so a zero of 0 borrows from the
+            # zero above it.
+            ones = np.array(0x11111111 if bits == 4 else 0x01010101, np.uint32)
+            qzeros = (qzeros.view(np.uint32) - ones).view(np.int32)
         return {
             "qweight": _pack(values, bits).T.copy(),
-            "qzeros": _pack(zeros.T - offset, bits),
+            "qzeros": qzeros,
             "scales": scales.T.copy(),
             "g_idx": group_of,
         }

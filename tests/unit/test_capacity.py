@@ -20,7 +20,7 @@ from vlora.config import Options
 from vlora.engine import capacity
 from vlora.engine.engine import Engine
 from vlora.errors import InvalidArgument
-from vlora.kernels.quantized import Format
+from vlora.kernels.formats import Format
 from vlora.model.decoder_config import load_config
 from vlora.model.loader import load_weights
 

@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,10 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.machine import status_bytes
-from tests.support.fake_device import fake_gpu
-from vlora.device.device import HOST
 from vlora.errors import InvalidArgument
+from vlora.kernels.formats import Format
 from vlora.kernels.quantize import quantize
-from vlora.kernels.quantized import Format, QuantizedWeight, allocate, dequantize
+from vlora.kernels.quantized import QuantizedWeight, allocate, dequantize
 from vlora.model.decoder_config import load_config
 from vlora.model.loader import DecoderWeights, adapter_shape, load_weights, stored_lm_head
 
@@ -142,21 +140,44 @@ def test_a_stored_lm_head_that_cannot_be_read_is_named(folder: Path) -> None:
         head[:]
 
 
-@pytest.mark.parametrize("on_gpu", [False, True])
-def test_a_head_stored_with_tied_embeddings_is_ignored_with_a_warning_if_it_differs(
-    tied: Path, caplog: pytest.LogCaptureFixture, on_gpu: bool
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_another_head_stored_with_tied_embeddings_is_used_as_in_transformers(
+    tied: Path, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
-    edit(tied, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    head = torch.randn(VOCABULARY, HIDDEN).to(dtype)
+    edit(tied, lambda tensors: tensors.update({"lm_head.weight": head}))
+    theirs = LlamaForCausalLM.from_pretrained(tied, dtype=torch.float32)
+    weights = load(tied)
+    assert torch.equal(weights.lm_head, theirs.lm_head.weight)
+    assert torch.equal(weights.lm_head, head.float())
+    assert torch.equal(weights.embedding, theirs.model.embed_tokens.weight)
+    assert "holds 'lm_head.weight', which differs from the embeddings" in caplog.text
+    assert torch.equal(stored_lm_head(tied, load_config(tied))[:], weights.lm_head)
+
+
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        (torch.zeros(VOCABULARY, HIDDEN).char(), "'lm_head.weight' as I8: only the decoder's"),
+        (torch.zeros(VOCABULARY + 8, HIDDEN), r"'lm_head.weight' of shape \(48, 16\)"),
+    ],
+)
+def test_a_head_stored_with_tied_embeddings_that_cannot_be_used_is_refused(
+    tied: Path, head: torch.Tensor, message: str
+) -> None:
+    edit(tied, lambda tensors: tensors.update({"lm_head.weight": head}))
+    assert re.search(message, refused(tied))
+
+
+def test_a_head_equal_to_the_tied_embeddings_gives_no_warning(
+    tied: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    edit(
+        tied, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone().half()})
+    )
     edit(tied, lambda t: t.update({name: tensor.half() for name, tensor in t.items()}))
-    with fake_gpu() if on_gpu else nullcontext(HOST) as device:
-        load_weights(tied, load_config(tied), device=device)
-        assert caplog.text == ""
-        edit(tied, lambda t: t["lm_head.weight"].add_(1))
-        weights = load_weights(tied, load_config(tied), device=device)
-    assert weights.lm_head is weights.embedding
-    assert "lm_head.weight" in caplog.text
-    stored = load_file(tied / "model.safetensors")["model.embed_tokens.weight"]
-    assert torch.equal(stored_lm_head(tied, load_config(tied))[:], stored.float())
+    load(tied)
+    assert caplog.text == ""
 
 
 def test_tied_embeddings_may_be_stored_as_the_head_as_in_transformers(tied: Path) -> None:
@@ -222,9 +243,9 @@ FAULTS: dict[str, tuple[Callable[[Tensors], object], str]] = {
     **{
         str(dtype): (
             lambda t, dtype=dtype: t.update({UP: t[UP].to(dtype)}),
-            rf"model\.safetensors.*'{UP}' as {dtype}",
+            rf"model\.safetensors.*'{UP}' as {stored}",
         )
-        for dtype in (torch.float8_e4m3fn, torch.int8)
+        for dtype, stored in ((torch.float8_e4m3fn, "F8_E4M3"), (torch.int8, "I8"))
     },
 }
 

@@ -15,8 +15,9 @@ from vlora.atmm import op
 from vlora.atmm.groups import LoraGroup
 from vlora.atmm.types import LoraPair, Segment, Segments
 from vlora.kernels import ops
+from vlora.kernels.formats import Format
 from vlora.kernels.quantize import quantize
-from vlora.kernels.quantized import Format, QuantizedMatrix, allocate
+from vlora.kernels.quantized import QuantizedMatrix, allocate
 from vlora.model.attention import AttentionPlan
 from vlora.model.rotary import Rotary
 from vlora.model.step_recordings import MAX_RECORDINGS, RecordingKey, StepRecordings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from vlora.model.tokenizer import TextStream, Vocabulary
@@ -30,6 +31,27 @@ def test_the_streamed_text_equals_the_tokenizers(
     tokens = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=30))
     expected = tokenizer.decode(tokens, skip_special_tokens=True)
     assert "".join(stream_of(vocabulary, tokens)) == expected
+
+
+def odd_tokenizer(**options: object) -> PreTrainedTokenizerFast:
+    """Return a byte-level tokenizer whose ids have a gap, and with tokens that are plain text."""
+    letters = {chr(code): index for index, code in enumerate(range(97, 123))}
+    ids = letters | {"Ġab": 40, "a b": 41, "▁x": 42, "日本": 43}
+    backend = Tokenizer(models.BPE(vocab=ids, merges=[]))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("</s>", special=True)])
+    backend.add_tokens(["<box>"])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", **options)
+
+
+def test_tokens_of_an_odd_tokenizer_have_the_text_that_it_decodes() -> None:
+    tokenizer = odd_tokenizer()
+    vocabulary = Vocabulary(tokenizer)
+    assert len(vocabulary.bytes_of) == max(tokenizer.get_vocab().values()) + 1 > len(tokenizer)
+    for token in tokenizer.get_vocab().values():
+        assert vocabulary.text(token) == tokenizer.decode([token], skip_special_tokens=True)
+    assert vocabulary.text(30) == ""  # No token has this id.
+    assert len(Vocabulary(tokenizer, 41).bytes_of) == 41
 
 
 @settings(deadline=None)

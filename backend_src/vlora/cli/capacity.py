@@ -36,7 +36,7 @@ def capacity(
     """
     # Imported here because they import torch.
     from vlora.engine.capacity import plan, process_bytes
-    from vlora.model.checkpoint import check_files
+    from vlora.model.weight_files import check_files
 
     with common.report_errors():
         configured = common.load_configuration(model, adapters, repository, options_file)

@@ -194,8 +194,12 @@ def load_configuration(
 
     settings: KEY=VALUE of keys that replace those of `model.json` and of the options file.
 
-    Raises ServerError without a checkpoint or a valid adapters folder, and InvalidArgument.
+    Raises ServerError without a checkpoint or a valid adapters folder, and InvalidArgument for a
+    checkpoint that cannot be served and for wrong options.
     """
+    # Imported here because it imports numpy, which other commands do not need.
+    from vlora.model.folder_checks import check_folder
+
     repository = repository or default_repository()
     version = repository / "lmm" / "1"
     if not (version / "model.json").is_file():
@@ -216,6 +220,7 @@ def load_configuration(
             f"no checkpoint at {options.model}: the folder {missing} (nothing is downloaded);"
             " set it with --model FOLDER"
         )
+    check_folder(options.model)
     if options.adapters is not None:
         _check_adapter_root(options.adapters)
     names = load_adapter_names(version / "multi_lora.json")

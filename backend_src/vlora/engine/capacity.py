@@ -19,7 +19,7 @@ from vlora.config import Options
 from vlora.device.device import Device, PageLayout, require_memory
 from vlora.engine.memory import pages_for_adapters
 from vlora.ids import MatrixId
-from vlora.kernels.quantized import Format
+from vlora.kernels.formats import Format
 from vlora.memory.kv_cache import page_bytes
 from vlora.memory.pool import Run
 from vlora.model.decoder import lora_groups

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 
 from vlora.adapters.handle import AdapterHandle
 from vlora.config import Options
@@ -16,9 +17,11 @@ from vlora.engine.requests import InFlightRequests, RequestState
 from vlora.engine.rows import HeldRows, StepRows
 from vlora.engine.sequence import mode_of
 from vlora.engine.statistics import EngineStatistics
-from vlora.errors import Cancelled, Internal, VLoraError
+from vlora.errors import Cancelled, Internal, InvalidArgument, VLoraError, in_one_line
 from vlora.ids import BASE
 from vlora.metrics import EngineStats
+from vlora.model.chunk import Chunk
+from vlora.model.inputs import text_prompt
 from vlora.model.runner import StepResult
 from vlora.request import Freshness, Output, Request
 
@@ -84,6 +87,28 @@ class Engine:
         )
         model = (self.config, self.slab.dtype, self.slab.format, block, self.costs.in_place)
         self.costs.use(calibration.load_or_measure(model, force=force))
+        self.pool.release(pages)
+
+    def check_first_step(self, folder: Path) -> None:
+        """Compute one step, before the first request.
+
+        Raises InvalidArgument, which names the checkpoint's folder, if the step fails or its logits
+        are not finite.
+        """
+        pages = self.pool.allocate(1) or []
+        tokens = (0, self.config.vocabulary - 1)[: min(self.max_model_len, self._max_rows)]
+        chunk = Chunk("", BASE, 0, 0, tokens, text_prompt(tokens), tuple(pages), completes=True)
+        try:
+            finite = bool(self._runner.forward([chunk]).logits.isfinite().all())
+        except Exception as error:
+            raise InvalidArgument(
+                f"model: {folder}: the first step failed: {in_one_line(error)}"
+            ) from error
+        if not finite:
+            raise InvalidArgument(
+                f"model: {folder}: the logits of the first step are not finite; some weight is not,"
+                " or is too large for the option 'dtype'"
+            )
         self.pool.release(pages)
 
     # -- requests ----------------------------------------------------------------------------

@@ -78,6 +78,7 @@ class EngineLoop:
         """Load the checkpoint and the adapters (name → folder), and return the started loop."""
         torch.set_num_threads(cores.split_threads(options).engine)
         engine = Engine(options, adapter_names)
+        engine.check_first_step(options.model)
         if engine.scheduler.policy.uses_costs:
             engine.calibrate()
         table = RequestTable(options.limits.max_in_flight_bytes)

@@ -56,6 +56,7 @@ class AttentionPlan:
         # the time of attention for a row with a short context.
         self._shape = self.positions.shape[-1], (heads + 2 * kv_cache.kv_heads) * kv_cache.head_dim
         self._layer_bytes = kv_cache.cache.stride(1) * kv_cache.cache.itemsize
+        self._checked_rotary: Rotary | None = None
 
     @property
     def addresses(self) -> tuple[int, ...]:
@@ -111,7 +112,7 @@ class AttentionPlan:
         head_norms: norms of query and key heads, computed before their rotation, or None.
 
         Tensors are fp32 on a CPU, and `qkv` and the result of the weights' dtype on a GPU. Raises
-        ValueError if `qkv` does not fit the plan.
+        ValueError if `qkv` or `rotary` does not fit the plan.
         """
         kv_cache = self._kv_cache
         if qkv.shape != self._shape or not qkv.is_contiguous():
@@ -119,6 +120,7 @@ class AttentionPlan:
             found = f"qkv {tuple(qkv.shape)} with strides {qkv.stride()}"
             expected = f"contiguous [{rows}, {width}] for the chunks of this plan"
             raise ValueError(f"{found} must be {expected}")
+        self._check_rotary(rotary)
         if self._gpu is not None:
             return self._gpu.attend(layer, self._heads, qkv, rotary, head_norms, out)
         if head_norms is not None:
@@ -132,8 +134,25 @@ class AttentionPlan:
         self._native.attend(*addresses, kv_cache.head_dim**-0.5, torch.get_num_threads())
         return out
 
+    def _check_rotary(self, rotary: Rotary) -> None:
+        # The kernels read the tables by address. All layers of a step have the same ones.
+        if rotary is self._checked_rotary:
+            return
+        shape = self._shape[0], self._kv_cache.head_dim // 2
+        for name, table in (("cosines", rotary.cosines), ("sines", rotary.sines)):
+            if table.shape != shape or table.dtype != torch.float32 or not table.is_contiguous():
+                raise ValueError(
+                    f"{name} {tuple(table.shape)} {table.dtype} with strides {table.stride()} must"
+                    f" be contiguous {list(shape)} {torch.float32}"
+                )
+        self._checked_rotary = rotary
+
     def repeat(self, recording: Any, rotary: Rotary, segments: Segments) -> None:
-        """Repeat a complete recording of a step of as many rows, with the pages of this plan."""
+        """Repeat a complete recording of a step of as many rows, with the pages of this plan.
+
+        Raises ValueError if `rotary` does not fit the plan.
+        """
+        self._check_rotary(rotary)
         recording.repeat(
             self._native,
             rotary.cosines.data_ptr(),

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig
 
 from vlora.config import AUTO, Options
-from vlora.errors import InvalidArgument
-from vlora.kernels.quantized import Format
+from vlora.errors import InvalidArgument, in_one_line
+from vlora.kernels.formats import Format
+from vlora.model.checkpoint import stored_alike
 from vlora.model.families.base import WeightNames
-from vlora.model.families.registry import FAMILIES, refusal
-from vlora.model.quantized_checkpoint import StoredQuantization, stored_quantization
-from vlora.model.rotary import unsupported_rope
+from vlora.model.families.registry import FAMILIES
+from vlora.model.folder_checks import end_tokens, problem_of_config
+from vlora.model.multimodal import refusal
+from vlora.model.quantization_config import StoredQuantization, stored_quantization
+from vlora.model.rotary import head_dim, unsupported_rope
+from vlora.model.weight_files import open_weights, weight_files
+
+log = logging.getLogger(__name__)
 
 FRAMES_PER_SECOND = 24.0  # Frame rate that transformers assumes for clips without a frame rate.
 
@@ -30,7 +37,9 @@ class DecoderConfig:
     heads, kv_heads: number of query heads, and of heads of keys and of values.
     vocabulary, context: number of tokens with an embedding; maximum positions of a sequence.
     prefix: prefix of `layers` in the module names of the transformers model.
-    biased, tied: targets with a bias; whether the LM head is the same matrix as the embedding.
+    biased: targets with a bias.
+    tied: whether the LM head is the same matrix as the embedding. It is not if the files hold
+        another one, whatever `config.json` says.
     image_token: id of the image placeholder; None for a checkpoint without images.
     rope_axes: axis of each rotary frequency; see `DecoderFamily.rope_axes`.
     image_merge: number of patches on each side of the square that becomes one token.
@@ -157,19 +166,21 @@ def load_config(folder: Path) -> DecoderConfig:
         kind = f"quantized checkpoints of model type '{text.model_type}'"
         raise InvalidArgument(f"model: {folder}: {kind} are not supported; {remedy}")
     heads = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None)
     return DecoderConfig(
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         heads=heads,
-        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        kv_heads=heads if kv_heads is None else kv_heads,
+        head_dim=head_dim(text),
         intermediate=family.intermediate_size(text),
         vocabulary=text.vocab_size,
         norm_eps=text.rms_norm_eps,
         context=text.max_position_embeddings,
         prefix="model." if text is config else "model.language_model.",
         biased=family.biased_targets(text),
-        tied=bool(getattr(config, "tie_word_embeddings", False)),
+        tied=bool(getattr(config, "tie_word_embeddings", False))
+        and not _stores_another_head(folder, family.names),
         image_token=getattr(config, "image_token_id", getattr(config, "image_token_index", None)),
         eos_tokens=(*_eos_tokens(folder, text), *family.turn_ends(text)),
         names=family.names,
@@ -179,6 +190,32 @@ def load_config(folder: Path) -> DecoderConfig:
         clip_interval=_clip_interval(getattr(config, "vision_config", None)),
         quantization=quantization,
     )
+
+
+def _stores_another_head(folder: Path, names: WeightNames) -> bool:
+    """Return whether the files hold an LM head that differs from the embeddings.
+
+    transformers 5 then uses the stored LM head, too, although `config.json` ties the two.
+    """
+    found: dict[str, tuple[Path, str]] = {}
+    try:
+        for file in weight_files(folder):
+            for key in open_weights(file).keys():  # noqa: SIM118
+                for name in names.stored(key):
+                    if name in (names.embedding, names.lm_head):
+                        found[name] = (file, key)
+    except InvalidArgument:
+        return False  # Files that cannot be read are refused where their weights are needed.
+    if len(found) < 2 or stored_alike(found[names.embedding], found[names.lm_head]):
+        return False
+    file, key = found[names.lm_head]
+    log.warning(
+        "%s holds '%s', which differs from the embeddings; it is used as the LM head, although"
+        " config.json ties the two ('tie_word_embeddings')",
+        file,
+        key,
+    )
+    return True
 
 
 def _clip_interval(vision: Any) -> float:
@@ -208,7 +245,8 @@ def read_config(folder: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers' own checks raise many types of exceptions.
-        raise InvalidArgument(f"model: {folder}: config.json cannot be read: {error}") from error
+        reason = in_one_line(error)
+        raise InvalidArgument(f"model: {folder}: config.json cannot be read: {reason}") from error
 
 
 def _unsupported(config: Any, text: Any) -> str | None:
@@ -216,10 +254,12 @@ def _unsupported(config: Any, text: Any) -> str | None:
     if family is None:
         known = ", ".join(FAMILIES)
         return f"a decoder of model type '{text.model_type}' is not supported; supported: {known}"
+    if problem := problem_of_config(config.to_dict()):
+        return problem
     levels = image_levels(config)
     if levels >= text.num_hidden_layers:
         return f"{levels} levels of image features need more than {levels} layers"
-    return family.unsupported(text) or unsupported_rope(text)
+    return family.unsupported(text) or unsupported_rope(text, family.rope_axes)
 
 
 def _quantization(config: Any) -> Mapping[str, Any] | None:
@@ -231,10 +271,8 @@ def _quantization(config: Any) -> Mapping[str, Any] | None:
 
 
 def _eos_tokens(folder: Path, text: Any) -> tuple[int, ...]:
-    eos = text.eos_token_id
-    if (folder / "generation_config.json").is_file():
-        eos = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id or eos
-    if eos is None:
-        return ()
-    ids = eos if isinstance(eos, list | tuple) else (eos,)
-    return tuple(token for token in ids if 0 <= token < text.vocab_size)
+    listed = end_tokens(folder)
+    if listed is None:
+        eos = text.eos_token_id
+        listed = tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (eos,)
+    return tuple(token for token in listed if 0 <= token < text.vocab_size)

@@ -5,7 +5,6 @@ Weights are recognized by their names without the layout's prefix, so all layout
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,23 +17,17 @@ from vlora.adapters.model_shape import ModelShape, vision_path
 from vlora.device.device import HOST, Device
 from vlora.errors import InvalidArgument
 from vlora.ids import MatrixId
+from vlora.kernels.formats import Format
 from vlora.kernels.quantize import quantize
-from vlora.kernels.quantized import Format, QuantizedWeight, allocate
-from vlora.model.checkpoint import (
-    StoredRows,
-    check,
-    indexed_weight_files,
-    open_weights,
-    read,
-    weight_files,
-)
+from vlora.kernels.quantized import QuantizedWeight, allocate
+from vlora.model.checkpoint import StoredRows, check, read
 from vlora.model.decoder_config import DecoderConfig, lm_head_format, read_config
+from vlora.model.folder_checks import check_weights
 from vlora.model.quantized_checkpoint import Parts, read_quantized
 from vlora.model.rotary import rope_frequencies
+from vlora.model.weight_files import indexed_weight_files, open_weights, weight_files
 from vlora.weights.quantized_slab import QuantizedSlab
 from vlora.weights.slab import TARGETS, WeightSlab
-
-log = logging.getLogger(__name__)
 
 # Ends of the paths of a vision tower's position embeddings, which no product multiplies.
 POSITIONS = (".position_embedding", ".pos_embed")
@@ -80,6 +73,7 @@ def load_weights(
     quantization: format of the target matrices; None to store them as `dtype`, too.
     """
     names = config.names
+    check_weights(folder, config.quantization)
     stored = find_weights(folder, config, matrices=config.quantization is None, alone=False)
     slab: WeightSlab | QuantizedSlab
     if quantization is None:
@@ -92,8 +86,6 @@ def load_weights(
         if config.quantization is not None:
             read_quantized(quantized_parts(folder, config), config.quantization, slab)
         slab.arrange()
-    if config.tied and names.lm_head in stored:
-        _warn_of_stale_head(tensors[names.embedding], *stored[names.lm_head])
     frequencies, scale = rope_frequencies(read_config(folder).get_text_config())
     lm_head = tensors[names.embedding if config.tied else names.lm_head] if head is None else head
     norms, layers = (*names.norms, *names.head_norms), range(config.layers)
@@ -242,18 +234,6 @@ def _vision_shapes(folder: Path) -> dict[str, tuple[int, int]]:
                     if len(shape) == 2:
                         shapes[path] = (int(shape[0]), int(shape[1]))
     return shapes
-
-
-def _warn_of_stale_head(embedding: torch.Tensor, file: Path, key: str) -> None:
-    with open_weights(file) as opened:
-        head = read(opened, file, key)
-    if head.shape != embedding.shape or not torch.equal(head.to(embedding.dtype), embedding.cpu()):
-        log.warning(
-            "%s holds '%s', which differs from the embeddings; config.json ties the two, so the"
-            " embeddings are used",
-            file,
-            key,
-        )
 
 
 def find_weights(

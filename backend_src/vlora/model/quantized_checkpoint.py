@@ -8,136 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from vlora.errors import InvalidArgument
+from vlora.errors import InvalidArgument, in_one_line
 from vlora.ids import MatrixId
-from vlora.kernels.quantized import GROUPS as GROUP_SIZES
-from vlora.kernels.quantized import Format, QuantizedWeight
+from vlora.kernels.quantized import QuantizedWeight
+from vlora.model.quantization_config import StoredQuantization
 from vlora.weights.quantized_slab import QuantizedSlab
 from vlora.weights.slab import GROUPS
-
-# Supported values of `quant_method`, each with the variants that are supported.
-METHODS = {
-    "gptq": "gptq (4 and 8 bits)",
-    "awq": "awq (4 bits, version 'gemm')",
-    "compressed-tensors": "compressed-tensors (pack-quantized with 4 bits, int-quantized with 8)",
-}
-
-# Alternatives to some unsupported methods, which are appended to the error message.
-INSTEAD = {
-    "bitsandbytes": "; NF4 and LLM.int8() have no integer weights: serve the checkpoint that it was"
-    " made from with 'quantization': 'int4' or 'int8'",
-    "fp8": "; serve the checkpoint that it was made from with 'quantization': 'int8'",
-}
-
-
-@dataclass(frozen=True)
-class StoredQuantization:
-    """Layout of a checkpoint's quantized matrices.
-
-    method: a key of METHODS.
-    bits: 4 or 8.
-    group: number of inputs that share a scale in the files; None if all inputs of an output do.
-    form: format in memory. A larger group in the files is split into several of at most 128 inputs.
-    zero_offset: number to add to stored zeros: 1 for GPTQ before its version 2, else 0.
-    """
-
-    method: str
-    bits: int
-    group: int | None
-    form: Format
-    zero_offset: int = 0
-
-
-def stored_quantization(description: Mapping[str, Any] | None) -> StoredQuantization | None:
-    """Return the quantization that a checkpoint's `quantization_config` describes; None for none.
-
-    Raises InvalidArgument for anything that is not supported.
-    """
-    if not description:
-        return None
-    method = str(description.get("quant_method") or "unknown")
-    if method not in METHODS:
-        raise InvalidArgument(
-            f"config.json has a 'quantization_config' of method '{method}'; supported:"
-            f" {', '.join(METHODS.values())}{INSTEAD.get(method, '')}"
-        )
-    if method == "compressed-tensors":
-        return _compressed_description(description)
-    bits, group = _integer(description, "bits"), _group(description.get("group_size", 128))
-    if description.get("lm_head"):
-        raise _unsupported("a quantized LM head", "'lm_head': false")
-    if method == "awq":
-        version = str(description.get("version", "gemm")).lower()
-        if bits != 4 or version != "gemm":
-            raise _unsupported(f"awq with {bits} bits, version '{version}'", METHODS["awq"])
-        return StoredQuantization(method, 4, group, _format(4, group, zeros=True))
-    version = str(description.get("checkpoint_format", "gptq")).lower()
-    if bits not in (4, 8) or version not in ("gptq", "gptq_v2"):
-        raise _unsupported(
-            f"gptq with {bits} bits, 'checkpoint_format' '{version}'",
-            "4 or 8 bits in 'gptq' or 'gptq_v2'",
-        )
-    form = _format(bits, group, zeros=bits == 4 and not description.get("sym", False))
-    return StoredQuantization(method, bits, group, form, int(version == "gptq"))
-
-
-def _compressed_description(description: Mapping[str, Any]) -> StoredQuantization:
-    layout = description.get("format")
-    groups = description.get("config_groups")
-    if not isinstance(groups, Mapping) or len(groups) != 1:
-        raise _unsupported("'config_groups' with other than one entry", "one entry")
-    (scheme,) = groups.values()
-    if scheme.get("input_activations") is not None:
-        raise _unsupported("'input_activations'", "none: weights alone are quantized")
-    weights = scheme.get("weights") or {}
-    bits, kind = _integer(weights, "num_bits"), weights.get("type")
-    if (layout, bits, kind) not in (("pack-quantized", 4, "int"), ("int-quantized", 8, "int")):
-        raise _unsupported(
-            f"compressed-tensors format '{layout}' with {bits} bits of type '{kind}'",
-            METHODS["compressed-tensors"],
-        )
-    if bits == 8 and not weights.get("symmetric", True):
-        raise _unsupported("'symmetric': false with 8 bits", "symmetric weights, or 4 bits")
-    strategy = weights.get("strategy")
-    if strategy not in ("tensor", "channel", "group"):
-        raise _unsupported(f"'strategy' '{strategy}'", "tensor, channel or group")
-    group = _group(weights.get("group_size")) if strategy == "group" else None
-    form = _format(bits, group, zeros=not weights.get("symmetric", True))
-    return StoredQuantization("compressed-tensors", bits, group, form)
-
-
-def _format(bits: int, group: int | None, *, zeros: bool) -> Format:
-    """Return the format that represents the weights of the files exactly."""
-    if group is None:
-        return Format(bits, None if bits == 8 else max(GROUP_SIZES), zeros)
-    return Format(bits, max(size for size in GROUP_SIZES if group % size == 0), zeros)
-
-
-def _group(size: Any) -> int | None:
-    if size in (-1, None):
-        return None
-    if not isinstance(size, int) or size <= 0 or size % min(GROUP_SIZES):
-        raise _unsupported(f"'group_size' {size!r}", f"-1 or a multiple of {min(GROUP_SIZES)}")
-    return size
-
-
-def _integer(description: Mapping[str, Any], key: str) -> int:
-    value = description.get(key)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise _unsupported(f"'{key}' {value!r}", "a number")
-    return value
-
-
-def _unsupported(what: str, valid: str) -> InvalidArgument:
-    return InvalidArgument(
-        f"config.json has a 'quantization_config' with {what}, which is not supported; supported:"
-        f" {valid}"
-    )
-
 
 # Functions that read the tensors of one quantized module, by the names of the tensors.
 Parts = dict[str, Callable[[], torch.Tensor]]
@@ -174,8 +53,13 @@ def read_quantized(
             orders: list[torch.Tensor | None] = []
             for target in group:
                 where = f"model: layer {layer}, {target}"
-                matrix = _READERS[stored.method](parts[layer, target], stored, where)
-                orders.append(_store(matrix, stored, slab.target(layer, target), where))
+                try:
+                    matrix = _READERS[stored.method](parts[layer, target], stored, where)
+                    orders.append(_store(matrix, stored, slab.target(layer, target), where))
+                except (IndexError, RuntimeError, TypeError, ValueError) as error:
+                    raise InvalidArgument(
+                        f"{where}: its tensors do not fit each other: {in_one_line(error)}"
+                    ) from error
             known = [order for order in orders if order is not None]
             if not known:
                 continue
@@ -200,10 +84,13 @@ def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
 def _gptq(parts: Parts, stored: StoredQuantization, where: str) -> UnpackedMatrix:
     """Return a matrix [in, out], with weights packed along inputs and zeros along outputs."""
     values = unpack(_part(parts, "qweight", torch.int32, where).T, stored.bits)
-    zeros = unpack(_part(parts, "qzeros", torch.int32, where), stored.bits).T
+    # The writers subtract the offset from whole words, so that a zero of 0 borrows from the next.
+    # Adding it to whole words, modulo 2³², restores both.
+    ones = stored.zero_offset * sum(1 << shift for shift in range(0, 32, stored.bits))
+    zeros = unpack(_part(parts, "qzeros", torch.int32, where) + ones, stored.bits).T
     scales = _part(parts, "scales", None, where).T
-    groups = _part(parts, "g_idx", torch.int32, where) if "g_idx" in parts else None
-    return UnpackedMatrix(values, scales, zeros + stored.zero_offset, groups)
+    groups = _part(parts, "g_idx", torch.int32, where, (1,)) if "g_idx" in parts else None
+    return UnpackedMatrix(values, scales, zeros, groups)
 
 
 def _awq(parts: Parts, stored: StoredQuantization, where: str) -> UnpackedMatrix:
@@ -219,7 +106,7 @@ def _awq(parts: Parts, stored: StoredQuantization, where: str) -> UnpackedMatrix
 
 def _compressed(parts: Parts, stored: StoredQuantization, where: str) -> UnpackedMatrix:
     """Return a matrix of signed weights, packed along inputs, with zeros along outputs."""
-    scales = _part(parts, "weight_scale", None, where)
+    scales = _part(parts, "weight_scale", None, where, (0, 1, 2))
     middle = 2 ** (stored.bits - 1)
     if stored.bits == 8:
         values = _part(parts, "weight", torch.int8, where).int() + middle
@@ -230,7 +117,9 @@ def _compressed(parts: Parts, stored: StoredQuantization, where: str) -> Unpacke
     zeros = torch.full(scales.shape, middle, dtype=torch.int32)
     if stored.form.zeros:
         zeros = unpack(_part(parts, "weight_zero_point", torch.int32, where).T, 4).T[: len(values)]
-    groups = _part(parts, "weight_g_idx", torch.int32, where) if "weight_g_idx" in parts else None
+    groups = (
+        _part(parts, "weight_g_idx", torch.int32, where, (1,)) if "weight_g_idx" in parts else None
+    )
     return UnpackedMatrix(values, scales, zeros, groups)
 
 
@@ -258,7 +147,9 @@ def _store(
             raise InvalidArgument(
                 f"{where}: {name} of shape {tuple(tensor.shape)}; by config.json it must be {shape}"
             )
-    order = None if matrix.input_groups is None else _order(matrix.input_groups, group, where)
+    order = (
+        None if matrix.input_groups is None else _order(matrix.input_groups, depth, group, where)
+    )
     if order is not None:
         values = values[:, order]
     middle = 2 ** (stored.bits - 1)
@@ -269,19 +160,19 @@ def _store(
         )
     if target.format.bits == 8:
         values = values - middle
-    # A large group in the files is split into several groups in the slab.
-    repeats = -(-min(group, depth) // target.format.group) if target.format.group else 1
-    target.fill(
-        values,
-        matrix.scales.float().repeat_interleave(repeats, dim=1),
-        matrix.zeros.repeat_interleave(repeats, dim=1),
-    )
+    # A large group in the files is split into several groups in the slab. The last one may have
+    # fewer inputs, so it may be split into fewer.
+    of_group = torch.arange(0, depth, target.format.group or depth) // group
+    target.fill(values, matrix.scales.float()[:, of_group], matrix.zeros[:, of_group])
     return order
 
 
-def _order(input_groups: torch.Tensor, group: int, where: str) -> torch.Tensor | None:
+def _order(input_groups: torch.Tensor, depth: int, group: int, where: str) -> torch.Tensor | None:
     """Return the inputs sorted by group; None if they are sorted already."""
-    depth = len(input_groups)
+    if len(input_groups) != depth:
+        raise InvalidArgument(
+            f"{where}: 'g_idx' has {len(input_groups)} inputs; by config.json it must have {depth}"
+        )
     adjacent = torch.arange(depth, dtype=input_groups.dtype) // group
     if torch.equal(input_groups, adjacent) or (input_groups == -1).all():
         return None
@@ -293,11 +184,16 @@ def _order(input_groups: torch.Tensor, group: int, where: str) -> torch.Tensor |
     return order
 
 
-def _part(parts: Parts, name: str, dtype: torch.dtype | None, where: str) -> torch.Tensor:
+def _part(
+    parts: Parts, name: str, dtype: torch.dtype | None, where: str, axes: tuple[int, ...] = (2,)
+) -> torch.Tensor:
     if name not in parts:
         raise InvalidArgument(f"{where}: '{name}' is missing; the files hold {sorted(parts)}")
     tensor = parts[name]()
     fits = tensor.is_floating_point() if dtype is None else tensor.dtype == dtype
     if not fits:
         raise InvalidArgument(f"{where}: '{name}' is {tensor.dtype}; it must be {dtype or 'float'}")
+    if tensor.ndim not in axes:
+        shape, count = tuple(tensor.shape), axes[-1]
+        raise InvalidArgument(f"{where}: '{name}' has shape {shape}; it must have {count} axes")
     return tensor

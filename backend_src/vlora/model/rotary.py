@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +15,35 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 INITIAL_POSITIONS = 1024  # Number of positions in a new table.
 
 
-def unsupported_rope(text: Any) -> str | None:
-    """Return why the rope type of a text configuration is not supported; None if it is."""
+def unsupported_rope(text: Any, axes_of: Callable[[Any], Sequence[int]]) -> str | None:
+    """Return why the rotary embedding of a text configuration is not supported; None if it is.
+
+    axes_of: returns the axis of each frequency, or () if positions have one axis.
+    """
     rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope in ROPE_TYPES:
-        return None
-    return f"rope type '{rope}' is not supported; supported: {', '.join(ROPE_TYPES)}"
+    if rope not in ROPE_TYPES:
+        return f"rope type '{rope}' is not supported; supported: {', '.join(ROPE_TYPES)}"
+    try:
+        count, axes = len(rope_frequencies(text)[0]), axes_of(text)
+    except Exception as error:  # transformers computes them, and checks the parameters in part.
+        return f"'rope_parameters' cannot be used: {error!r}"
+    if 2 * count != head_dim(text):
+        return (
+            f"'rope_parameters' rotates {2 * count} of the {head_dim(text)} columns of a head;"
+            " supported: all of them ('partial_rotary_factor' 1 and an even 'head_dim')"
+        )
+    if axes and len(axes) != count:
+        return (
+            f"'mrope_section' has {len(axes)} frequencies in all; a head has {count}, half of its"
+            " columns"
+        )
+    return None
+
+
+def head_dim(text: Any) -> int:
+    """Return the number of columns of a head."""
+    dim = getattr(text, "head_dim", None)
+    return int(text.hidden_size // text.num_attention_heads if dim is None else dim)
 
 
 def rope_frequencies(text: Any) -> tuple[torch.Tensor, float]:
@@ -32,7 +55,7 @@ def rope_frequencies(text: Any) -> tuple[torch.Tensor, float]:
     if rope["rope_type"] == "default":
         # ROPE_INIT_FUNCTIONS lacks this type. Each model class of transformers computes it, but to
         # import one adds a second of work to the start of a server.
-        dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        dim = head_dim(text)
         return 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2).float() / dim)), 1.0
     frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](text)
     return frequencies.float(), float(scale)

@@ -23,7 +23,7 @@ from tokenizers import AddedToken, Tokenizer, normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
-from vlora.errors import InvalidArgument
+from vlora.errors import InvalidArgument, in_one_line
 
 _BYTE_TOKEN = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
 
@@ -54,16 +54,21 @@ class Vocabulary:
         # the tokenizer is.
         self._byte_level = "ByteLevel" in str(tokenizer.backend_tokenizer.decoder)
         special = set(tokenizer.all_special_ids)
-        size = len(tokenizer) if size is None else size
-        self.bytes_of: list[bytes] = [b""] * min(len(tokenizer), size)
-        for text, token in tokenizer.get_vocab().items():
+        vocabulary = tokenizer.get_vocab()
+        # Ids may have gaps, so there may be fewer tokens than ids.
+        ids = max(vocabulary.values(), default=-1) + 1
+        size = ids if size is None else size
+        self.bytes_of: list[bytes] = [b""] * min(ids, size)
+        for text, token in vocabulary.items():
             if token >= size or token in special or (token in added and added[token].special):
                 continue
             self.bytes_of[token] = text.encode() if token in added else self._to_bytes(text)
 
     def _to_bytes(self, text: str) -> bytes:
         if self._byte_level:
-            return bytes(BYTE_ALPHABET[character] for character in text)
+            # As in the package tokenizers, other tokens are text.
+            known = all(character in BYTE_ALPHABET for character in text)
+            return bytes(map(BYTE_ALPHABET.__getitem__, text)) if known else text.encode()
         if match := _BYTE_TOKEN.match(text):
             return bytes([int(match[1], 16)])
         return text.replace("▁", " ").encode()
@@ -332,15 +337,28 @@ class _Converter(TikTokenConverter):  # type: ignore[misc]
 def load_tokenizer(folder: Path) -> Any:
     """Return the tokenizer of a checkpoint folder. Code in the folder is never run.
 
-    Raises InvalidArgument for a `qwen.tiktoken` that cannot be read.
+    Raises InvalidArgument for a tokenizer that is missing, cannot be read or is not fast.
     """
     file = folder / RANKS
     if (folder / "tokenizer.json").is_file() or not file.is_file():
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # Readers of tokenizers raise many types of exceptions.
+            raise InvalidArgument(
+                f"model: {folder}: the tokenizer cannot be read: {in_one_line(error)}"
+            ) from error
+        if not tokenizer.is_fast:
+            raise InvalidArgument(
+                f"model: {folder}: {type(tokenizer).__name__} has no fast tokenizer; add a"
+                " tokenizer.json"
+            )
+        return tokenizer
     try:
         converted = _Converter(str(file), _PATTERN).converted()
     except (OSError, ValueError, binascii.Error) as error:
-        raise InvalidArgument(f"{file} cannot be read: {error}") from error
+        raise InvalidArgument(f"model: {file} cannot be read: {error}") from error
     converted.normalizer = normalizers.NFC()
     converted.add_special_tokens([AddedToken(t, normalized=False) for t in SPECIAL_TOKENS])
     return PreTrainedTokenizerFast(

@@ -9,9 +9,9 @@ import torch
 from vlora.adapters.model_shape import LM_HEAD, vision_path
 from vlora.errors import InvalidArgument
 from vlora.ids import VISION, MatrixId
-from vlora.model.checkpoint import open_weights, weight_files
 from vlora.model.decoder_config import DecoderConfig
 from vlora.model.loader import find_weights, read_weight
+from vlora.model.weight_files import open_weights, weight_files
 
 
 class BaseWeights:

@@ -24,9 +24,9 @@ from vlora.atmm.types import LoraPair
 from vlora.atomic_file import new_folder
 from vlora.errors import InvalidArgument
 from vlora.ids import MatrixId
-from vlora.model.checkpoint import open_weights, weight_files
 from vlora.model.decoder_config import DecoderConfig
 from vlora.model.loader import find_weights
+from vlora.model.weight_files import open_weights, weight_files
 from vlora.offline.peft_folder import copy_head, write_adapter
 
 # Name of the delta adapter that restores the base model, by subtracting the hot adapter.

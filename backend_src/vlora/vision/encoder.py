@@ -18,11 +18,16 @@ from transformers.activations import QuickGELUActivation
 from vlora import backends
 from vlora.atmm.types import LoraPair
 from vlora.device.device import HOST, Device, require_dtype, require_memory
-from vlora.errors import InvalidArgument, Unsupported
+from vlora.errors import InvalidArgument, Unsupported, in_one_line
 from vlora.kernels import ops
-from vlora.model.checkpoint import check_files
 from vlora.model.decoder_config import image_levels, read_config
+from vlora.model.folder_checks import (
+    check_weights,
+    described_quantization,
+    problem_of_processor,
+)
 from vlora.model.multimodal import MULTIMODAL, takes_images
+from vlora.model.quantization_config import stored_quantization
 from vlora.request import FloatArray
 from vlora.vision.adapters import VisionPart, applied, linear_layers
 from vlora.vision.families.base import Pixels, vision_family
@@ -95,13 +100,16 @@ class VisionEncoder:
             )
         self._family = family
         self._processor: Any = self._family.load_processor(checkpoint, config)
+        self._clips = self._family.clip_settings(checkpoint, self._processor)
+        for kind, settings in (("image", self._processor.to_dict()), ("video", self._clips)):
+            if problem := problem_of_processor(config.to_dict(), settings, kind):
+                raise InvalidArgument(f"model: {checkpoint}: {problem}")
         model = _load_part(family.part, checkpoint, config)
         _use_in_place_activations(model.eval().requires_grad_(False))
         _store_matrices(model, torch.float32 if dtype == torch.float16 else dtype)
         self._model: Any = model
         self.layers = linear_layers(model)
         self._config = config
-        self._clips = self._family.clip_settings(checkpoint, self._processor)
         self.hidden = int(config.get_text_config().hidden_size) * (1 + image_levels(config))
         self.tower_digest = _digest(config, self._family.config_keys, self._processor, self._model)
         self._device = device
@@ -150,7 +158,7 @@ class VisionEncoder:
 
 
 def _load_part(part: Any, checkpoint: Path, config: Any) -> Any:
-    check_files(checkpoint)
+    check_weights(checkpoint, stored_quantization(described_quantization(config.to_dict())))
     for settings in (config, config.get_text_config()):
         # The tower is not quantized. With this entry, transformers would require the
         # quantizer's package.
@@ -166,8 +174,12 @@ def _load_part(part: Any, checkpoint: Path, config: Any) -> Any:
             local_files_only=True,
             ignore_mismatched_sizes=True,  # Such weights are refused below, by name.
         )
-    except OSError as error:  # Several files without an index, for example.
-        raise InvalidArgument(f"{checkpoint} cannot be loaded: {error}") from error
+    except MemoryError:
+        raise
+    except Exception as error:  # transformers raises many types, also for settings of the tower.
+        raise InvalidArgument(
+            f"model: {checkpoint} cannot be loaded: {in_one_line(error)}"
+        ) from error
     _check_report(checkpoint, report["missing_keys"], report["mismatched_keys"])
     return model
 

@@ -12,7 +12,8 @@ from dataclasses import replace
 import torch
 
 from vlora.device.device import HOST
-from vlora.kernels.quantized import Format, QuantizedWeight, allocate, arrange
+from vlora.kernels.formats import Format
+from vlora.kernels.quantized import QuantizedWeight, allocate, arrange
 from vlora.weights.slab import GROUPS, digest
 
 ALIGNMENT = 64

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from vlora.device.device import HOST, Device
-from vlora.kernels.quantized import Format
+from vlora.kernels.formats import Format
 
 # Targets in the order of the slab, grouped by their input.
 GROUPS: tuple[tuple[str, ...], ...] = (

@@ -24,6 +24,7 @@ from vlora.vision.adapters import VisionAdapters
 from vlora.vision.decoding import ImageDecoder
 from vlora.vision.encoder import TextOnlyEncoder, open_encoder
 from vlora.vision.features import EncoderService, FeatureCache
+from vlora.vision.startup import check_encoder
 
 MIN_DECODERS = 2
 """Minimum number of requests that are decoded at the same time."""
@@ -41,6 +42,8 @@ class TritonPythonModel:
             dtype_of(options.dtype, options.model),
             open_device(options.device, options.encoder_memory_share),
         )
+        config = load_config(options.model)
+        check_encoder(encoder, config, options.model)
         service = EncoderService(encoder, FeatureCache(options.feature_cache_bytes))
         exporter = self._process.export(
             lambda registry: EncoderExporter(
@@ -54,7 +57,7 @@ class TritonPythonModel:
             ),
         )
         self._adapters = VisionAdapters(
-            adapter_shape(options.model, load_config(options.model)),
+            adapter_shape(options.model, config),
             FolderFinder(options.adapters, self._process.adapter_names()),
             options.limits.max_adapter_bytes,
             options.adapter_host_bytes,

@@ -11,15 +11,9 @@ import torch
 from tests.support.drawing import cases_of
 from vlora.backends import Backend
 from vlora.kernels import quantize as quantize_module
+from vlora.kernels.formats import Format
 from vlora.kernels.quantize import CONVERTED_AT_ONCE, quantize
-from vlora.kernels.quantized import (
-    ZERO_STEPS,
-    Format,
-    QuantizedWeight,
-    allocate,
-    dequantize,
-    unpack,
-)
+from vlora.kernels.quantized import ZERO_STEPS, QuantizedWeight, allocate, dequantize, unpack
 
 FORMATS = [
     Format(8, None),

@@ -16,9 +16,9 @@ from tests.support.drawing import cases_of
 from vlora import native
 from vlora.backends import Backend
 from vlora.kernels import quantized
+from vlora.kernels.formats import Format
 from vlora.kernels.quantized import (
     ZERO_STEPS,
-    Format,
     QuantizedMatrix,
     QuantizedWeight,
     allocate,

@@ -1,13 +1,14 @@
-"""Decoder families by model type. A new family needs a file beside this one and an entry here."""
+"""Decoder families by model type. A new family needs a file beside this one, an entry here
+and its model type in `multimodal.DECODERS`.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from vlora.errors import shown
 from vlora.model.families.base import BiasedFamily, DecoderFamily, WeightNames
 from vlora.model.families.qwen import QWEN
-from vlora.model.multimodal import MULTIMODAL, takes_images
+from vlora.model.rotary import head_dim
 
 _HEAD_NORMS = WeightNames(head_norms=("self_attn.q_norm", "self_attn.k_norm"))
 
@@ -21,16 +22,16 @@ class _Mistral(DecoderFamily):
 class _Qwen2VL(BiasedFamily):
     def rope_axes(self, text: Any) -> tuple[int, ...]:
         # The first section of frequencies is for time, then height, then width (M-RoPE).
-        sections = text.rope_parameters["mrope_section"]
+        sections = text.rope_parameters.get("mrope_section", [16, 24, 24])
         return tuple(axis % 3 for axis, size in enumerate(sections) for _ in range(size))
 
 
 class _Qwen3VL(DecoderFamily):
     def rope_axes(self, text: Any) -> tuple[int, ...]:
         # Height and width each get every third frequency, up to the number of frequencies in their
-        # section. All other frequencies are for time.
-        time, height, width = text.rope_parameters["mrope_section"]
-        axes = [0] * (time + height + width)
+        # section. All other frequencies are for time, whatever its section is.
+        _, height, width = text.rope_parameters.get("mrope_section", [24, 20, 20])
+        axes = [0] * (head_dim(text) // 2)
         axes[1 : 3 * height : 3] = [1] * len(axes[1 : 3 * height : 3])
         axes[2 : 3 * width : 3] = [2] * len(axes[2 : 3 * width : 3])
         return tuple(axes)
@@ -49,14 +50,3 @@ FAMILIES: dict[str, DecoderFamily] = {
         _Qwen3VL("qwen3_vl_text", _HEAD_NORMS),
     )
 }
-
-
-def refusal(model_type: object) -> str | None:
-    """Return why a checkpoint of this `model_type` is not served; None if it is."""
-    if isinstance(model_type, str) and model_type in (*MULTIMODAL, *FAMILIES):
-        return None
-    text_only = (name for name in FAMILIES if not takes_images(name) and "_" not in name)
-    return (
-        f"config.json has model type {shown(model_type)}, which is not supported; supported:"
-        f" {', '.join(MULTIMODAL)}, and without images {', '.join(text_only)}"
-    )

@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor
 
-from vlora.errors import InvalidArgument
+from vlora.errors import InvalidArgument, in_one_line
 from vlora.model.multimodal import MULTIMODAL
 from vlora.vision.images import DecodedImage
 
@@ -33,8 +33,10 @@ def _load_processor(checkpoint: Path, config: Any) -> Any:
         processor = AutoImageProcessor.from_pretrained(
             checkpoint, backend=PROCESSOR_BACKEND, local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError) as error:
-        raise InvalidArgument(f"{checkpoint} has no readable image processor: {error}") from None
+    except Exception as error:  # Processors read their settings in many ways.
+        raise InvalidArgument(
+            f"model: {checkpoint} has no readable image processor: {in_one_line(error)}"
+        ) from error
     if processor.backend != PROCESSOR_BACKEND:
         raise InvalidArgument(
             f"{checkpoint}: image processor {type(processor).__name__} has no"

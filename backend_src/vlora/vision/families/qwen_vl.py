@@ -28,9 +28,8 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import (
 )
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel, Qwen3VLVisionModel
 
-from vlora.errors import InvalidArgument
 from vlora.model.decoder_config import FRAMES_PER_SECOND
-from vlora.strict_json import load_object
+from vlora.model.folder_checks import processor_settings
 from vlora.vision.families.base import Pixels, VisionFamily, without_decoder
 from vlora.vision.images import DecodedImage
 
@@ -49,24 +48,15 @@ def clip_settings(folder: Path, processor: Any) -> Settings:
     """Return the settings of a checkpoint's video processor, as transformers finds them.
 
     Missing ones are those of the image processor. transformers' video classes need torchvision.
+    Raises InvalidArgument for a file that cannot be read.
     """
-    nested = _read(folder / "processor_config.json").get("video_processor")
-    own = nested or _read(folder / "video_preprocessor_config.json")
+    own = processor_settings(folder, "video")
     stills = processor.to_dict()
     size = {**stills["size"], **(own.get("size") or {})}
     for edge, limit in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
         if own.get(limit) is not None:
             size[edge] = own[limit]
     return {**stills, **own, "size": size}
-
-
-def _read(file: Path) -> Settings:
-    if not file.is_file():
-        return {}
-    try:
-        return load_object(file.read_text(), str(file))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidArgument(f"{file} cannot be read: {error}") from error
 
 
 def frame_size_of_qwen2(clips: Settings, frames: int, height: int, width: int) -> tuple[int, int]:
