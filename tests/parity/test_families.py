@@ -27,9 +27,10 @@ from tests.support.oracle import NEAR_TIE
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.errors import InvalidArgument
-from vlora.ids import BASE
+from vlora.ids import BASE, NO_IMAGE
+from vlora.model.chunk import Prompt
 from vlora.model.decoder_config import load_config
-from vlora.model.inputs import PromptReader
+from vlora.model.inputs import PromptReader, image_grids, prompt_positions
 from vlora.request import ImageFeatures, Request
 from vlora.sampling import SamplingParams
 from vlora.vision.chat_template import ChatTemplate
@@ -155,6 +156,44 @@ def test_a_clip_is_what_the_stock_model_makes_of_a_video(
     answers, _ = run_questions(engine, asked, [features] * 2, MAX_TOKENS)
     for number, (*question, adapter) in enumerate(asked):
         assert family.gap(*question, adapter, answers[str(number)]) <= NEAR_TIE
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"], indirect=True)
+@pytest.mark.parametrize(("stills", "frames"), [(0, 33), (0, 64), (1, 33)])
+@pytest.mark.parametrize("ends_with_clip", [False, True])
+def test_positions_after_a_clip_longer_in_time_than_in_its_sides_are_those_of_qwen(
+    family: Family, stills: int, frames: int, ends_with_clip: bool
+) -> None:
+    rng = np.random.default_rng(frames)
+    images = [
+        DecodedImage(rng.integers(0, 256, (12, 18, 3), np.uint8), i >= stills)
+        for i in range(stills + frames)
+    ]
+    template = ChatTemplate.from_checkpoint(family.checkpoint)
+    prompt = render("vqa", "what follows?", stills, frames, template)
+    if ends_with_clip:
+        before, token, _ = prompt.rpartition("<|image_pad|>")
+        prompt = before + token
+    (encoded,) = family.service.run([images])
+    features = ImageFeatures(encoded.features, encoded.layout)
+    engine = Engine(Options(model=family.checkpoint, adapters=family.adapters))
+    asked = (prompt, images, ADAPTERS[0])
+    answers, _ = run_questions(engine, [asked], [features], MAX_TOKENS)
+    assert family.gap(*asked, answers["0"]) <= NEAR_TIE
+
+
+def test_positions_are_those_of_a_published_example() -> None:
+    """Compare with positions of Qwen2.5-VL that transformers 5.2 computed (its issue 45381)."""
+    rows = 84 * 12 * 16
+    layout = np.array([[0, rows, 84, 24, 32, 168]], np.int32)
+    images = ImageFeatures(np.zeros((rows, 1), np.float32), layout)
+    feature_row = [NO_IMAGE] * 15 + [*range(rows)] + [NO_IMAGE] * 10
+    positions = prompt_positions(feature_row, images, image_grids(images, 2), 4.0)
+    assert positions[:, :16].tolist() == [[*range(15), 15]] * 3
+    assert positions[:, 15 + rows - 1].tolist() == [347, 26, 30]
+    assert positions[:, -10:].tolist() == [[*range(348, 358)]] * 3
+    prompt = Prompt((7,) * len(feature_row), torch.tensor(feature_row), None, positions)
+    assert len(feature_row) + prompt.position_shift == 358
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True)

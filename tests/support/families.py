@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,29 @@ def video_patches(video: torch.Tensor, side: int, merge: int, times: int) -> tor
             for t, y, x in corners
         ]
     )
+
+
+def published_positions(base: Any, types: list[int], pixels: dict[str, Any]) -> torch.Tensor:
+    """Return the positions that Qwen's own code gives the tokens of a prompt with a clip,
+    [3, 1, tokens]. Those of transformers differ since version 5.3 (see `next_position`).
+
+    types: 0 for text, 1 for a token of an image and 2 for one of a clip.
+    """
+    grids = {1: pixels.get("image_grid_thw"), 2: pixels.get("video_grid_thw")}
+    rest = {kind: iter(() if grid is None else grid) for kind, grid in grids.items()}
+    vision, interval = base.config.vision_config, 1.0
+    if base.config.model_type == "qwen2_5_vl":
+        interval = vision.tokens_per_second * pixels["second_per_grid_ts"][0]
+    parts = [torch.full((3, 1), -1)]
+    for kind, run in groupby(types):
+        start = int(parts[-1].max()) + 1
+        if kind == 0:
+            parts.append(torch.arange(start, start + len(list(run))).expand(3, -1))
+            continue
+        spacing = interval if kind == 2 else 1.0
+        sides = 1, vision.spatial_merge_size
+        parts.append(base.model.get_vision_position_ids(start, next(rest[kind]), *sides, spacing))
+    return torch.cat(parts[1:], dim=1)[:, None]
 
 
 class _UncheckedQwen3VLProcessor(Qwen3VLProcessor):  # type: ignore[misc]
@@ -285,7 +309,10 @@ class Family(OracleFamily):
         arguments = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), **pixels}
         if pixels.keys() & {"image_grid_thw", "video_grid_thw"}:
             is_video = tokens == base.config.video_token_id
-            arguments["mm_token_type_ids"] = (tokens == image_token).int() + 2 * is_video.int()
+            types = (tokens == image_token).int() + 2 * is_video.int()
+            arguments["mm_token_type_ids"] = types
+            if "video_grid_thw" in pixels and base.config.model_type != "qwen3_vl":
+                arguments["position_ids"] = published_positions(base, types[0].tolist(), pixels)
         configs = self.model.peft_config
         if adapter and getattr(configs[adapter], "alora_invocation_tokens", None):
             # PEFT searches all the tokens it gets, so it must not get those of the answer.

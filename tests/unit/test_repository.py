@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from google.protobuf import text_format
+from transformers import Qwen3VLTextConfig
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 from typer.testing import CliRunner
 
@@ -20,8 +21,8 @@ from vlora.config import load_options
 from vlora.errors import InvalidArgument
 from vlora.launcher.repository import copy_with_overrides, write_repository
 from vlora.model.decoder_config import load_config
-from vlora.model.families.registry import FAMILIES
-from vlora.model.multimodal import MULTIMODAL
+from vlora.model.families.registry import FAMILIES, own_decoders
+from vlora.model.multimodal import MULTIMODAL, Multimodal
 from vlora.paths import SOURCE_TREE, model_repository
 from vlora.serving.arrivals import ArrivalStamps
 from vlora.serving.codec import INPUTS
@@ -140,6 +141,20 @@ def test_each_family_with_images_is_one_of_the_encoder() -> None:
         *MULTIMODAL
     ]
     assert vision_family("llama") is None
+
+
+def test_the_decoder_of_a_family_with_images_follows_from_its_row() -> None:
+    rows = {
+        "new_text": Multimodal("new", "qwen3", "interleaved"),
+        "plain": Multimodal("new", "mistral"),
+    }
+    new, plain = own_decoders(rows).values()
+    assert new.model_type == "new_text"
+    assert new.names == FAMILIES["qwen3"].names
+    text = Qwen3VLTextConfig(head_dim=16, rope_parameters={"mrope_section": [4, 2, 2]})
+    assert new.rope_axes(text) == (0, 1, 2, 0, 1, 2, 0, 0)
+    assert plain.rope_axes(text) == ()
+    assert type(plain) is type(FAMILIES["mistral"])
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_moe", "gemma3", "idefics3", "unheard-of", None, 7])

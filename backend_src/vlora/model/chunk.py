@@ -13,6 +13,15 @@ if TYPE_CHECKING:
     import torch
 
 
+def next_position(positions: torch.Tensor) -> int:
+    """Return the rotary position of the token after those at `positions`, [3, at least 1] int64."""
+    # The largest of all axes decides, also for text after a clip that is longer in time than in
+    # height and width. Qwen trained its models so: section 2.1 of the paper of Qwen2-VL, the code
+    # that it published for tuning Qwen2.5-VL, and transformers up to 5.2. Later versions put the
+    # text after such a clip at positions within it, and generated tokens after that text.
+    return int(positions.max()) + 1
+
+
 @dataclass(frozen=True)
 class Prompt:
     """Tokens of a prompt and its image features.
@@ -41,7 +50,7 @@ class Prompt:
     @cached_property
     def position_shift(self) -> int:
         """Rotary position of a generated token minus its index in the sequence."""
-        return 0 if self.positions is None else int(self.positions.max()) + 1 - len(self.ids)
+        return 0 if self.positions is None else next_position(self.positions) - len(self.ids)
 
 
 class Chunk(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 
 from vlora.errors import InvalidArgument, prompt_too_long
 from vlora.ids import NO_IMAGE
-from vlora.model.chunk import Chunk, Prompt
+from vlora.model.chunk import Chunk, Prompt, next_position
 from vlora.model.decoder_config import DecoderConfig
 from vlora.model.tokenizer import LiteralTokenizer, TokenLength, load_tokenizer
 from vlora.request import ImageFeatures, PromptText
@@ -41,9 +41,8 @@ def prompt_positions(
 ) -> torch.Tensor:
     """Return the positions of a prompt's tokens by time, height and width, [3, len(feature_row)].
 
-    The three positions of a text token are equal. An image starts at the position after the text
-    before it. The text after an image starts at the image's first position plus the height or the
-    width of its grid, whichever is larger.
+    The three positions of a text token are equal. Text and images begin at the `next_position` of
+    what precedes them, as generated tokens do.
 
     feature_row: see `Prompt.feature_row`. The rows of each image are adjacent and in order.
     clip_interval: distance between successive time steps of a clip; time positions are rounded
@@ -56,9 +55,9 @@ def prompt_positions(
         parts.append(_text_positions(position, text))
         position += text
         times = (torch.arange(t) * clip_interval).long()
-        grid = torch.cartesian_prod(times, torch.arange(h), torch.arange(w))
-        parts.append(grid.view(-1, 3).T + position)
-        position += max(h, w)
+        grid = torch.cartesian_prod(times, torch.arange(h), torch.arange(w)).T + position
+        parts.append(grid)
+        position = next_position(grid)
         index += text + rows
     parts.append(_text_positions(position, len(feature_row) - index))
     return torch.cat(parts, dim=1)

@@ -7,7 +7,7 @@ has a file here and a line in `registry.py`. No other module names an architectu
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -83,11 +83,14 @@ class DecoderFamily:
 
     names: names of the weights in a checkpoint.
     activations: supported values of `hidden_act`.
+    rope_axes: function that returns the axis (0 time, 1 height, 2 width) of each rotary frequency.
+        By default, the result is (): positions have one axis, the row's index in its sequence.
     """
 
     model_type: str
     names: WeightNames = WeightNames()
     activations: tuple[str, ...] = ("silu",)
+    rope_axes: Callable[[Any], tuple[int, ...]] = lambda text: ()
 
     def biased_targets(self, text: Any) -> tuple[str, ...]:
         """Return the targets with a bias: by default, as `attention_bias` and `mlp_bias` say."""
@@ -98,13 +101,6 @@ class DecoderFamily:
     def sliding_window(self, text: Any) -> bool:
         """Return whether any layer uses sliding-window attention, which is not supported."""
         return "sliding_attention" in (getattr(text, "layer_types", None) or [])
-
-    def rope_axes(self, text: Any) -> tuple[int, ...]:
-        """Return the axis (0 time, 1 height, 2 width) of each rotary frequency.
-
-        By default, the result is (): positions have one axis, the row's index in its sequence.
-        """
-        return ()
 
     def intermediate_size(self, text: Any) -> int:
         """Return the width of the gated MLP."""

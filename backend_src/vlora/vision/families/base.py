@@ -90,7 +90,7 @@ def vision_family(model_type: str) -> VisionFamily | None:
     """Return the family of a checkpoint's model type; None if its images are not supported."""
     if model_type not in MULTIMODAL:
         return None
-    module = importlib.import_module(f"vlora.vision.families.{MULTIMODAL[model_type]}")
+    module = importlib.import_module(f"vlora.vision.families.{MULTIMODAL[model_type].module}")
     family: VisionFamily = module.FAMILIES[model_type]
     return family
 
