@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -47,6 +48,12 @@ class Killer(Unwatched):
         self._left -= 1
         if not self._left:
             raise KeyboardInterrupt
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_state_of_other_tests() -> None:
+    """Forget the precision of earlier accelerators, of which a process has only one."""
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="module")

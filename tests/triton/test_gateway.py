@@ -46,24 +46,32 @@ def test_the_models_are_the_base_and_every_usable_adapter(
         gateway.client.models.retrieve("nothing")
 
 
-def test_an_answer_is_that_of_the_server(gateway: Gateway, ask: Asker) -> None:
+@pytest.mark.parametrize("task", ["chat", "vqa"])
+def test_an_answer_is_that_of_the_server(gateway: Gateway, ask: Asker, task: str) -> None:
+    """Without a task, messages get the chat template."""
+    parts = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": PROMPT}]
+    conversation = json.dumps({"messages": [{"role": "user", "content": parts}]})
+    named = {} if task == "chat" else {"task": task}
     for model, adapter in (("base", {}), ("all-r8", {"lora_name": "all-r8"})):
         sampling = {"temperature": 0, "max_tokens": 8, **adapter}
         (expected,) = ask.stream(
             "lmm",
-            text_input=PROMPT,
+            text_input=conversation if task == "chat" else PROMPT,
             image=[picture(), picture((0, 0, 99))],
-            task="vqa",
+            task=task,
             sampling_parameters=sampling,
             exclude_input_in_output=True,
             return_num_input_tokens=True,
         )
         answer = gateway.client.chat.completions.create(
-            model=model, messages=question(PROMPT, picture(), picture((0, 0, 99))), max_tokens=8
+            model=model,
+            messages=question(PROMPT, picture(), picture((0, 0, 99))),
+            max_tokens=8,
+            extra_body=named,
         )
         assert answer.choices[0].message.content == expected["text_output"]
         assert answer.usage.prompt_tokens == expected["num_input_tokens"]
-        assert answer.vlora["task"] == "vqa"
+        assert answer.vlora["task"] == task
         assert (answer.vlora["adapter"] or {}).get("name") == adapter.get("lora_name")
 
 

@@ -67,6 +67,7 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
         {"messages": [{"role": "system", "content": "Be brief."}, *user("hello")]},
         {"messages": [{"role": "developer", "content": "Be brief."}, *user("hello")]},
         {"messages": [*user("hello"), ASSISTANT, *user("And now?")]},
+        {"messages": [*user("hello"), ASSISTANT]},
         {"temperature": 0},
         {"temperature": 2},
         {"temperature": None},
@@ -162,8 +163,6 @@ REFUSED: list[tuple[str, dict[str, Any], int, str, str | None]] = [
         ({"messages": [{"content": "x"}]}, 400, "INVALID_ARG", "messages[0].role"),
         # Tools do not exist here, so no message has their role.
         ({"messages": [{"role": "tool", "content": "x"}]}, 400, "INVALID_ARG", "messages[0].role"),
-        # The last message is the question; continuing the assistant's is not supported.
-        ({"messages": [*user("hello"), ASSISTANT]}, 400, "INVALID_ARG", "messages"),
         ({"messages": user(None)}, 400, "INVALID_ARG", "messages[0].content"),
         ({"messages": user([])}, 400, "INVALID_ARG", "messages[0].content"),
         ({"messages": user([{"type": "text"}])}, 400, "INVALID_ARG", PART),
@@ -218,7 +217,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str, str | None]] = [
         ({"prediction": {"type": "content"}}, 400, "UNSUPPORTED", "prediction"),
         ({"verbosity": "high"}, 400, "UNSUPPORTED", "verbosity"),
         ({"web_search_options": {}}, 400, "UNSUPPORTED", "web_search_options"),
-        ({"continue_final_message": True}, 400, "UNSUPPORTED", "continue_final_message"),
+        ({"continue_final_message": True}, 400, "INVALID_ARG", "continue_final_message"),
         ({"choices": []}, 400, "INVALID_ARG", "choices"),
         # A choice is never cut.
         ({"guided_choice": ["a" * 40], "ignore_eos": False}, 400, "INVALID_ARG", None),
