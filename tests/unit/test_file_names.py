@@ -15,7 +15,7 @@ import pytest
 from tests.support.ascii_file_names import ASCII
 from vlora.errors import InvalidArgument
 from vlora.file_names import decoded, openable, to_path, to_text
-from vlora.model.checkpoint import INDEX
+from vlora.model.weight_files import INDEX
 
 NAMES = ["zählen", "数える", "spaces and ünicode", "plain"]
 NOT_UTF8 = b"bad-\xff\xc3"
