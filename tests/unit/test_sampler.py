@@ -185,16 +185,16 @@ def draws_of(backend: str, row: int, keys: dict[str, Any], places: list[Place]) 
     if backend == "cpu":
         skip_without_kernels()
     logits = np.stack(drawn_scores())
-    samplers = [
-        TokenSampler(SamplingParams(seed=seed, **keys), "id", (EOS,), None)  # type: ignore[arg-type]
+    samplers = {
+        seed: TokenSampler(SamplingParams(seed=seed, **keys), "id", (EOS,), None)  # type: ignore[arg-type]
         for seed, _ in places
-    ]
+    }
     if backend == "one by one":
         return [
-            sampler.draw(logits[row], [1], [3] * (position - 1), 9).token
-            for sampler, (_, position) in zip(samplers, places, strict=True)
+            samplers[seed].draw(logits[row], [1], [3] * (position - 1), 9).token
+            for seed, position in places
         ]
-    rows = [(row, sampler, at) for sampler, (_, at) in zip(samplers, places, strict=True)]
+    rows = [(row, samplers[seed], position) for seed, position in places]
     return draw_rows(torch.from_numpy(logits), rows, backend=backend)  # type: ignore[arg-type]
 
 
