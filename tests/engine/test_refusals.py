@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +149,26 @@ def test_an_end_of_text_beyond_the_embedding_is_not_masked(
     sampling = SamplingParams(temperature=0.0, max_tokens=3, min_tokens=2)
     outputs = run_together(engine, request("x", sampling=sampling))["x"]
     assert outputs[-1].error is None
+
+
+@pytest.mark.parametrize("kept", [2, 3, 4])
+def test_a_stop_string_counts_from_the_first_token_after_min_tokens(
+    engine: Engine, kept: int
+) -> None:
+    greedy = SamplingParams(
+        temperature=0.0, repetition_penalty=100.0, max_tokens=8, min_tokens=8, ignore_eos=True
+    )
+    free = run_together(engine, request("free", sampling=greedy))["free"]
+    ends = list(itertools.accumulate(len(output.text) for output in free))
+    text = "".join(output.text for output in free)
+    # The first string ends with the last token of `min_tokens`, the second one character later.
+    for end, length in ((ends[kept - 1], None), (ends[kept - 1] + 1, kept + 1)):
+        stop = text[end - 3 : end]
+        assert text.count(stop) == 1
+        sampling = replace(greedy, min_tokens=kept, stop=(stop,))
+        outputs = run_together(engine, request("x", sampling=sampling))["x"]
+        assert sum(len(output.token_ids) for output in outputs) == (length or 8)
+        assert "".join(output.text for output in outputs) == (text[: end - 3] if length else text)
 
 
 def test_a_prompt_of_more_bytes_than_the_context_can_hold_is_not_tokenized(

@@ -55,6 +55,14 @@ def test_texts_and_images_become_parts_in_their_order() -> None:
     assert parts_of(chat()) == [[text("What?")]]
 
 
+def test_a_zero_in_a_field_is_passed_on() -> None:
+    zeros = dict.fromkeys(("temperature", "seed", "priority", "min_tokens", "top_k"), 0)
+    ask = chat(**zeros, logprobs=True, top_logprobs=0, stop_token_ids=[0], max_tokens=0)
+    passed = {**zeros, "logprobs": 0, "stop_token_ids": [0], "max_tokens": 0}
+    assert {key: ask.sampling[key] for key in passed} == passed
+    assert ask.logprobs
+
+
 def test_the_message_of_the_task_raw_is_a_prompt() -> None:
     assert chat(IMAGE, IMAGE, text("Same?"), task="raw").conversation.text == "Same?"
     assert chat(text("a "), IMAGE, text(" b"), task="raw").conversation.text == "a <image> b"

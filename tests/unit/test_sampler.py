@@ -5,21 +5,26 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers.generation.logits_process import (
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
+from tests.support.sampling import (
+    FILTERS,
+    SIZE,
+    are_quantiles,
+    distribution,
+    drawn_scores,
+    excess_chi_squared,
+    processed,
+)
 from vlora import native
 from vlora.atmm import tiles
+from vlora.model import sampler as sampler_module
 from vlora.model.sampler import TokenSampler, Uniforms, draw, draw_rows, probabilities
 from vlora.model.tokenizer import Vocabulary
 from vlora.request import FloatArray
@@ -85,11 +90,15 @@ def test_a_draw_over_a_large_vocabulary_equals_that_of_the_full_distribution() -
             assert draw(scores, params, uniform) == reference_draw(scores, params, uniform)
 
 
-def test_rows_drawn_together_equal_rows_drawn_one_by_one(vocabulary: Vocabulary) -> None:
+def skip_without_kernels() -> None:
     try:
         native.kernels()
     except ImportError as error:
         pytest.skip(str(error))
+
+
+def test_rows_drawn_together_equal_rows_drawn_one_by_one(vocabulary: Vocabulary) -> None:
+    skip_without_kernels()
     logits = torch.randn(40, 5003) * torch.tensor([0.1, 1.0, 3.0, 30.0]).repeat(10)[:, None]
     logits[5:9] = logits[5:9].round()
     kinds = [
@@ -110,47 +119,112 @@ def test_rows_drawn_together_equal_rows_drawn_one_by_one(vocabulary: Vocabulary)
         assert tokens == draw_rows(logits, rows, backend="reference")
 
 
+def scores_drawn_from(
+    sampler: TokenSampler, logits: FloatArray, *args: Any, **named: Any
+) -> FloatArray:
+    """Return the scores from which a sampler that is not greedy draws."""
+    with mock.patch.object(sampler_module, "draw", return_value=0) as drawn:
+        sampler.draw(logits, *args, budget=99, **named)
+    scores: FloatArray = drawn.call_args.args[0]
+    return scores
+
+
+PENALTIES: list[dict[str, Any]] = [
+    *({"repetition_penalty": value} for value in (1e-3, 0.5, 1.3, 100.0)),
+    *({"presence_penalty": value} for value in (-2.0, 0.7, 2.0)),
+    *({"frequency_penalty": value} for value in (-2.0, 0.4, 2.0)),
+    {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": -0.3},
+    *({"min_tokens": value, "stop_token_ids": (0, 9)} for value in (1, 3, 4, 5)),
+    {"min_tokens": 4, "ignore_eos": True, "repetition_penalty": 0.8},
+]
+
+
+@pytest.mark.parametrize("keys", PENALTIES, ids=str)
+@pytest.mark.parametrize("eos", [0, 2])
 @pytest.mark.parametrize(
-    ("name", "values", "warper"),
+    ("prompt", "output"),
     [
-        ("top_k", st.integers(1, 400), TopKLogitsWarper),
-        ("top_p", st.floats(0.01, 0.99), TopPLogitsWarper),
-        ("min_p", st.floats(0.01, 0.99), MinPLogitsWarper),
+        ([5, 9, 9, 17], [9, 20, 20, 31]),
+        ([5, 0, 0], [0, 0, 5]),
+        ([1, 2], []),
+        ([SIZE, *range(SIZE)], [3] * 5),
     ],
 )
-@settings(deadline=None)
-@given(seed=seeds, data=st.data())
-def test_a_filter_equals_that_of_transformers(
-    seed: int, data: st.DataObject, name: str, values: st.SearchStrategy[Any], warper: Any
+def test_penalised_and_banned_scores_equal_those_of_transformers(
+    keys: dict[str, Any], eos: int, prompt: list[int], output: list[int]
 ) -> None:
-    scores, value = logits_of(seed), data.draw(values)
-    ours = probabilities(scores, SamplingParams(**{name: value}))
-    theirs = warper(value)(None, torch.from_numpy(scores)[None].double()).softmax(-1)[0]
-    np.testing.assert_allclose(ours, theirs.numpy(), atol=1e-5)
+    params = SamplingParams(**keys)
+    chosen = TokenSampler(params, "id", (eos,), None)  # type: ignore[arg-type]
+    assert not chosen.batchable
+    assert chosen.ends == {*params.stop_token_ids, *([] if params.ignore_eos else [eos])}
+    allowed = np.random.default_rng(1).random(SIZE) < 0.7
+    for logits in drawn_scores()[:4]:  # Those without masked tokens: logits are finite.
+        for mask in (None, allowed):
+            ours = scores_drawn_from(chosen, logits.copy(), prompt, output, mask=mask)
+            ends = {eos, *params.stop_token_ids}
+            expected = processed(logits, prompt, output, params, ends, mask)
+            np.testing.assert_allclose(ours, expected, rtol=1e-6, atol=1e-6)
 
 
-@settings(deadline=None)
-@given(seed=seeds, penalty=st.floats(0.5, 3.0))
-def test_repetition_penalty_equals_that_of_transformers(seed: int, penalty: float) -> None:
-    scores = logits_of(seed)
-    prompt, output = [5, 9, 9, 17], [9, 200]
-    params = SamplingParams(temperature=0.0, repetition_penalty=penalty)
-    drawn = TokenSampler(params, "id", (EOS,), None).draw(scores, prompt, output, 5)  # type: ignore[arg-type]
-    theirs = RepetitionPenaltyLogitsProcessor(penalty)(
-        torch.tensor([prompt + output]), torch.from_numpy(scores.copy())[None]
-    )
-    assert drawn.token == int(theirs.argmax())
+@pytest.mark.parametrize("keys", FILTERS, ids=str)
+def test_the_distribution_equals_that_of_transformers(keys: dict[str, Any]) -> None:
+    params = SamplingParams(**keys)
+    rows = [*drawn_scores(), *(logits_of(seed) for seed in range(4))]
+    for scores in [*rows, *(np.round(row) for row in rows[-4:])]:
+        np.testing.assert_allclose(
+            probabilities(scores, params), distribution(scores, params), rtol=1e-9, atol=1e-15
+        )
 
 
-def test_presence_and_frequency_penalties_count_output_tokens_only(vocabulary: Vocabulary) -> None:
-    scores = np.zeros(300, dtype=np.float32)
-    scores[[7, 8]] = [1.0, 0.9]
-    present = sampler(vocabulary, temperature=0, presence_penalty=0.5)
-    assert present.draw(scores, [7], [], 5).token == 7
-    assert present.draw(scores, [], [7], 5).token == 8
-    frequent = sampler(vocabulary, temperature=0, frequency_penalty=0.04)
-    assert frequent.draw(scores, [], [7, 7], 5).token == 7
-    assert frequent.draw(scores, [], [7, 7, 7], 5).token == 8
+Place = tuple[int, int]  # Seed and position.
+BACKENDS = ["one by one", "reference", "cpu"]
+
+
+def draws_of(backend: str, row: int, keys: dict[str, Any], places: list[Place]) -> list[int]:
+    """Return the tokens drawn from a row of `drawn_scores` with each seed at its position."""
+    if backend == "cpu":
+        skip_without_kernels()
+    logits = np.stack(drawn_scores())
+    samplers = {
+        seed: TokenSampler(SamplingParams(seed=seed, **keys), "id", (EOS,), None)  # type: ignore[arg-type]
+        for seed, _ in places
+    }
+    if backend == "one by one":
+        return [
+            samplers[seed].draw(logits[row], [1], [3] * (position - 1), 9).token
+            for seed, position in places
+        ]
+    rows = [(row, samplers[seed], position) for seed, position in places]
+    return draw_rows(torch.from_numpy(logits), rows, backend=backend)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("keys", FILTERS, ids=str)
+def test_a_draw_is_the_quantile_of_transformers_distribution(
+    backend: str, keys: dict[str, Any]
+) -> None:
+    places = [(seed, 1 + seed % 3) for seed in range(60)]
+    uniforms = [Uniforms(seed).at(position) for seed, position in places]
+    for row, scores in enumerate(drawn_scores()):
+        tokens = draws_of(backend, row, keys, places)
+        expected = distribution(scores, SamplingParams(**keys))
+        assert are_quantiles(tokens, uniforms, expected).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("keys", [{}, {"temperature": 3.0, "top_k": 12, "top_p": 0.9}], ids=str)
+@pytest.mark.parametrize(
+    "places",
+    [[(seed, 1) for seed in range(4000)], [(7, position) for position in range(1, 4001)]],
+    ids=["seeds", "positions"],
+)
+def test_draws_over_seeds_and_positions_follow_transformers_distribution(
+    backend: str, keys: dict[str, Any], places: list[Place]
+) -> None:
+    for row in (0, 2):
+        tokens = draws_of(backend, row, keys, places)
+        expected = distribution(drawn_scores()[row], SamplingParams(**keys))
+        assert excess_chi_squared(tokens, expected) < 4
 
 
 def test_a_draw_depends_only_on_seed_and_position(vocabulary: Vocabulary) -> None:
@@ -165,21 +239,6 @@ def test_a_draw_depends_only_on_seed_and_position(vocabulary: Vocabulary) -> Non
     assert tokens != [other.draw(scores, [1] * 3, [4] * n, 50).token for n in range(40)]
 
 
-def test_draws_follow_the_distribution(vocabulary: Vocabulary) -> None:
-    scores = np.log(np.array([0.5, 0.3, 0.2], dtype=np.float32))
-    chosen = sampler(vocabulary, seed=11)
-    counts = np.bincount([chosen.draw(scores, [], [0] * n, 9999).token for n in range(4000)])
-    np.testing.assert_allclose(counts / 4000, [0.5, 0.3, 0.2], atol=0.03)
-
-
-def test_end_of_text_is_masked_before_min_tokens(vocabulary: Vocabulary) -> None:
-    scores = logits_of(2)
-    scores[EOS] = 100.0
-    chosen = sampler(vocabulary, temperature=0, min_tokens=3)
-    assert chosen.draw(scores, [], [9, 9], 5).token != EOS
-    assert chosen.draw(scores, [], [9, 9, 9], 5).token == EOS
-
-
 @settings(deadline=None)
 @given(seed=seeds, count=st.integers(0, 20), size=st.integers(1, 400), ties=st.booleans())
 def test_logprobs_are_unfiltered_the_drawn_tokens_first_and_then_the_largest_in_order(
@@ -188,8 +247,9 @@ def test_logprobs_are_unfiltered_the_drawn_tokens_first_and_then_the_largest_in_
     scores = logits_of(seed, size)
     if ties:
         scores = np.round(scores)
-    drawn = sampler(vocabulary, temperature=5.0, top_k=50, seed=seed, logprobs=count)
-    draw = drawn.draw(scores, [], [], 5)
+    penalties = {"repetition_penalty": 2.0, "presence_penalty": 2.0}
+    drawn = sampler(vocabulary, temperature=5.0, top_k=50, seed=seed, logprobs=count, **penalties)
+    draw = drawn.draw(scores, [], [0], 5)
     entries = draw.logprobs
     assert entries is not None
     expected = torch.from_numpy(scores).double().log_softmax(0)

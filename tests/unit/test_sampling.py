@@ -312,6 +312,17 @@ def test_a_minimum_above_the_maximum_is_refused() -> None:
         SamplingParams.parse({"min_tokens": 20})
 
 
+def test_zero_is_a_value_and_not_a_missing_one() -> None:
+    keys = ("temperature", "seed", "logprobs", "priority", "min_tokens", "stream_interval_ms")
+    params = SamplingParams.parse({**dict.fromkeys(keys, 0), "stop_token_ids": [0]})
+    assert [getattr(params, key) for key in keys] == [0] * len(keys)
+    assert params.stop_token_ids == (0,)
+    defaults = SamplingParams(seed=5, logprobs=3, priority=2, temperature=0.5)
+    assert SamplingParams.parse(dict.fromkeys(keys, 0), defaults) == SamplingParams(
+        temperature=0.0, seed=0, logprobs=0
+    )
+
+
 def test_choices_remove_the_default_token_limit() -> None:
     assert SamplingParams.parse({"choices": ["a"]}).max_tokens is None
     assert SamplingParams.parse({"choices": ["a"], "max_tokens": 9}).max_tokens == 9

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -37,11 +37,12 @@ def stream_of(
     stop: tuple[str, ...] = (),
     include: bool = False,
     skip: bool = True,
+    min_tokens: int = 0,
 ) -> list[str]:
     stream = TextStream(vocabulary, stop, include, skip)
     parts = []
-    for token in tokens:
-        text, stopped = stream.push(token)
+    for length, token in enumerate(tokens, start=1):
+        text, stopped = stream.push(token, check_stop=length > min_tokens)
         parts.append(text)
         if stopped:
             return parts
@@ -90,31 +91,38 @@ def test_a_character_is_never_split(
     assert all("�" not in part for part in parts) or "�" in text
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=400)
 @given(
     text=st.text(alphabet="abc ", min_size=1, max_size=30),
     stop=st.lists(st.text(alphabet="abc ", min_size=1, max_size=4), min_size=1, max_size=3),
     include=st.booleans(),
+    min_tokens=st.sampled_from([0, 0, 1, 2, 5, 9, 40]),
 )
-def test_the_answer_ends_at_the_first_stop_string(
+@example(text="abc", stop=["ab"], include=False, min_tokens=1)
+@example(text="abcabc", stop=["bc", "abca"], include=False, min_tokens=3)
+@example(text="aaab", stop=["aa"], include=True, min_tokens=2)
+def test_the_answer_ends_at_the_first_stop_string_that_ends_after_min_tokens(
     text: str,
     stop: list[str],
     include: bool,
+    min_tokens: int,
     tokenizer: PreTrainedTokenizerFast,
     vocabulary: Vocabulary,
 ) -> None:
+    """The rule of vLLM: the end of a stop string counts, wherever the string begins."""
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-    streamed = "".join(stream_of(vocabulary, tokens, tuple(stop), include))
+    streamed = "".join(stream_of(vocabulary, tokens, tuple(stop), include, min_tokens=min_tokens))
     # The stream sees text token by token, so the first stop string that is complete counts.
-    grown, expected = "", None
-    for token in tokens:
-        grown += vocabulary.text(token)
-        matches = sorted((grown.find(word), word) for word in stop if word in grown)
-        if matches:
+    grown, expected = "", text
+    for length, token in enumerate(tokens, start=1):
+        before, grown = len(grown), grown + vocabulary.text(token)
+        places = [(grown.find(word, max(0, before + 1 - len(word))), word) for word in stop]
+        matches = sorted(place for place in places if place[0] >= 0)
+        if length > min_tokens and matches:
             position, word = matches[0]
             expected = grown[: position + len(word) * include]
             break
-    assert streamed == (text if expected is None else expected)
+    assert streamed == expected
 
 
 def test_text_that_may_begin_a_stop_string_is_held_back(

@@ -14,7 +14,7 @@ import math
 import re
 import secrets
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -159,23 +159,31 @@ class TextStream:
         self._skip_special_tokens = skip_special_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
+        # Number of leading characters of `_held` in which no stop string may end.
+        self._exempt = 0
 
     def push(self, token: int, check_stop: bool = True) -> tuple[str, bool]:
         """Add a token; return the text to send now, and whether a stop string ended the answer.
 
-        check_stop: if False, stop strings are ignored and nothing is held back.
+        check_stop: if False, the text up to here contains no end of a stop string. One that begins
+            here and ends in the text of a later token is found.
         """
         text = self._decoder.decode(self._vocabulary.shown(token, self._skip_special_tokens))
         if not self._stop:
             return text, False
         self._held += text
         if not check_stop:
-            return self._release(len(self._held)), False
-        matches = [(self._held.find(stop), stop) for stop in self._stop if stop in self._held]
-        if matches:
+            self._exempt = len(self._held)
+        elif matches := list(self._matches()):
             position, stop = min(matches)
             return self._release(position + len(stop) * self._include_stop), True
         return self._release(len(self._held) - self._undecided_length()), False
+
+    def _matches(self) -> Iterator[tuple[int, str]]:
+        for stop in self._stop:
+            position = self._held.find(stop, max(0, self._exempt - len(stop) + 1))
+            if position >= 0:
+                yield position, stop
 
     def flush(self) -> str:
         """Return the text that was held back, after an answer has ended without a stop string."""
@@ -184,6 +192,7 @@ class TextStream:
 
     def _release(self, count: int) -> str:
         text, self._held = self._held[:count], self._held[count:]
+        self._exempt = max(0, self._exempt - count)
         return text
 
     def _undecided_length(self) -> int:

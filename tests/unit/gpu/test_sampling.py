@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support import sampling as definition
+from tests.support.gpu_kernels import ON_GPU
 from vlora.model import sampler
 from vlora.sampling import SamplingParams
 
@@ -95,3 +97,19 @@ def test_a_token_of_minus_infinity_is_never_drawn(draws: ModuleType) -> None:
     )
     assert draws.draw(logits, parameters).tolist() == [7, 4500, 4500]
     assert draws.draw(logits, _parameters(draws, [], [], [])).shape == (0,)
+
+
+@pytest.mark.parametrize("keys", definition.FILTERS, ids=str)
+def test_a_draw_is_the_quantile_of_transformers_distribution(
+    draws: ModuleType, keys: dict[str, float]
+) -> None:
+    rows, count = definition.drawn_scores(), 800 if ON_GPU else 2
+    uniforms = [sampler.Uniforms(seed).at(1) for seed in range(count)]
+    numbers = [row for row in range(len(rows)) for _ in uniforms]
+    parameters = _parameters(draws, numbers, [keys] * len(numbers), uniforms * len(rows))
+    drawn = draws.draw(torch.tensor(np.stack(rows)), parameters).tolist()
+    for row, scores in enumerate(rows):
+        expected = definition.distribution(scores, SamplingParams(**keys))  # type: ignore[arg-type]
+        tokens = drawn[row * count : (row + 1) * count]
+        assert definition.are_quantiles(tokens, uniforms, expected).all()
+        assert definition.excess_chi_squared(tokens, expected) < 5
