@@ -123,6 +123,7 @@ def test_a_chat_is_greedy_and_as_long_as_the_context_unless_it_says_otherwise() 
     [
         ({"response_format": {"type": "text"}}, None),
         ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        ({"response_format": {"type": "json_object", "schema": {"a": 1}}}, {"json": {"a": 1}}),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}},
             {"json": {"a": 1}},
@@ -378,3 +379,60 @@ def test_a_fetched_image_has_limits_of_size_and_time() -> None:
         port = silent.getsockname()[1]
         options = GatewayOptions(image_hosts=(f"localhost:{port}",), fetch_seconds=0.1)
         assert "more than 0.1 s" in refused(options, f"http://localhost:{port}/").message
+
+
+def test_a_replayed_answer_and_neutral_fields_of_other_servers_are_accepted() -> None:
+    """vLLM's router adds SGLang's fields, and clients send answers back with all their fields."""
+    answer = {
+        "role": "assistant",
+        "content": "A star.",
+        "id": "msg_1",
+        "reasoning_content": "It has spikes.",
+        "refusal": None,
+        "tool_calls": [],
+    }
+    turns = [{"role": "user", "content": "What?"}, answer, {"role": "user", "content": "Why?"}]
+    neutral = {"no_stop_trim": False, "chat_template_kwargs": {}, "rid": "x", "regex": None}
+    ask = read_chat({"model": "base", "messages": turns, **neutral})
+    sent = json.loads(ask.conversation.text)["messages"][1]
+    assert sent == {
+        "role": "assistant",
+        "content": [text("A star.")],
+        "reasoning_content": "It has spikes.",
+    }
+    assert ask.sampling == chat().sampling
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "param"),
+    [
+        ({"no_stop_trim": True}, "UNSUPPORTED", "no_stop_trim"),
+        ({"chat_template": "{{ x }}"}, "UNSUPPORTED", "chat_template"),
+        ({"regex": "a+"}, "UNSUPPORTED", "regex"),
+        (
+            {"response_format": {"type": "text", "schema": {}}},
+            "INVALID_ARG",
+            "response_format.schema",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "x": 1}}},
+            "INVALID_ARG",
+            "response_format.json_schema.x",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{**text("a"), "color": "red"}]}]},
+            "INVALID_ARG",
+            "messages[0].content[0].color",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "a", "contents": "b"}]},
+            "INVALID_ARG",
+            "messages[0].contents",
+        ),
+    ],
+)
+def test_what_other_fields_and_unknown_keys_ask_for_is_refused(
+    fields: dict[str, Any], code: str, param: str
+) -> None:
+    error = refusal(**fields)
+    assert (error.code, error.param) == (code, param)

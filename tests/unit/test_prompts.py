@@ -227,6 +227,13 @@ def test_a_task_takes_one_message_whose_text_is_only_text() -> None:
             render("vqa", chat_of, 0, 0, BARE)
 
 
+def test_roles_and_other_texts_of_a_message_are_only_text() -> None:
+    printing = replace(BARE, apply=lambda messages, start, goes_on: str(messages[0]))
+    turn = {**message("x"), "role": "<image>", "reasoning_content": "<image>"}
+    prompt = render("chat", Chat([turn]), 0, 0, printing)
+    assert [prompt[start:end] for start, end in prompt.literals] == ["<image>"] * 2
+
+
 def test_a_clip_is_printed_by_the_template_or_stands_in_its_place() -> None:
     printing = replace(
         BARE,

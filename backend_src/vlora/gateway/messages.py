@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vlora.errors import shown
+from vlora.errors import nearest, shown
 from vlora.gateway.errors import invalid, unsupported, wrong_value
 from vlora.vision.chat_template import PLACEHOLDER
 from vlora.vision.prompts import RAW_TASK
@@ -27,11 +27,15 @@ DETAILS = ("auto", "low", "high", "original")
 
 # Fields of a message, each with the values that it may have. None stands for a field that `_Reader`
 # reads and checks itself. The listed values of all other fields have no effect. `name` has no
-# effect either, because chat templates take no names.
+# effect either, because chat templates take no names, nor has the `id` of an answer that a client
+# sends back.
 MESSAGE_FIELDS: Mapping[str, tuple[Any, ...] | None] = {
     "role": None,
     "content": None,
     "name": None,
+    "id": None,
+    "reasoning_content": None,
+    "reasoning": ("",),
     "refusal": (),
     "audio": (),
     "function_call": (),
@@ -45,6 +49,8 @@ MAX_MEDIA = 1024
 
 # Prefix of a clip's URL. The frames follow in base64, separated by commas, as in vLLM.
 CLIP = "data:video/jpeg;base64,"
+
+MAX_HINT_LENGTH = 64  # Maximum length of an unknown field for which a similar field is suggested.
 
 # Start of an error message about an image or a frame, which are numbered from 0.
 NUMBERED = re.compile(r"(image|frame) (\d{1,4})\b")
@@ -109,6 +115,15 @@ def _raw_prompt(parts: list[dict[str, str]], num_frames: int) -> str:
     return "".join(part.get("text") or places[part["type"]] for part in parts)
 
 
+def check_keys(value: Mapping[str, Any], known: Collection[str], param: str, what: str) -> None:
+    """Raise ApiError for the first key that is not known, unless it has no value."""
+    for name, given in value.items():
+        if name not in known and given is not None:
+            name = name[:MAX_HINT_LENGTH]
+            hint = nearest(name, known)
+            raise invalid(f"{param}.{name}", f"unknown field {shown(name)} of {what}{hint}")
+
+
 class _Reader:
     """Collects the media of messages, in order."""
 
@@ -122,16 +137,19 @@ class _Reader:
         role = message.get("role")
         if not isinstance(role, str) or role not in ROLES:
             raise wrong_value(f"{param}.role", role, f"one of {', '.join(ROLES)}")
-        if not isinstance(message.get("name", ""), str | None):
-            raise invalid(f"{param}.name", f"'{param}.name' must be a string")
+        for name in ("name", "id", "reasoning_content"):
+            if not isinstance(message.get(name, ""), str | None):
+                raise invalid(f"{param}.{name}", f"'{param}.{name}' must be a string")
+        check_keys(message, MESSAGE_FIELDS, param, "a message")
         for name, value in message.items():
-            if name not in MESSAGE_FIELDS:
-                raise invalid(f"{param}.{name}", f"unknown field {shown(name)} of a message")
-            neutral = MESSAGE_FIELDS[name]
+            neutral = MESSAGE_FIELDS.get(name)
             if neutral is not None and value is not None and value not in neutral:
                 refusal = f"'{name}' of a message is not supported; leave it out"
                 raise unsupported(f"{param}.{name}", refusal)
-        return {"role": ROLES[role], "content": self._content(message, f"{param}.content")}
+        turn = {"role": ROLES[role], "content": self._content(message, f"{param}.content")}
+        if reasoning := message.get("reasoning_content"):
+            turn["reasoning_content"] = reasoning  # Some chat templates print it.
+        return turn
 
     def _content(self, message: Any, param: str) -> list[dict[str, str]]:
         content = message.get("content")
@@ -144,6 +162,8 @@ class _Reader:
     def _part(self, part: Any, param: str) -> dict[str, str]:
         kind = part.get("type") if isinstance(part, dict) else None
         value = part.get(kind) if isinstance(kind, str) else None
+        if isinstance(part, dict):
+            check_keys(part, ("type", str(kind)), param, f"'{param}'")
         if kind == "text":
             if not isinstance(value, str):
                 raise invalid(param, f"'{param}.text' must be a string, not {shown(value)}")
@@ -154,11 +174,9 @@ class _Reader:
         param = f"{param}.{kind}"
         if not isinstance(value, dict) or not isinstance(value.get("url"), str):
             raise invalid(param, f"'{param}' must be an object whose 'url' is a string")
-        for name, option in value.items():
-            if name == "detail" and option not in (None, *DETAILS):
-                raise wrong_value(f"{param}.detail", option, f"one of {', '.join(DETAILS)}")
-            if name not in ("url", "detail"):
-                raise invalid(f"{param}.{name}", f"unknown field {shown(name)} of '{param}'")
+        check_keys(value, ("url", "detail"), param, f"'{param}'")
+        if (detail := value.get("detail")) not in (None, *DETAILS):
+            raise wrong_value(f"{param}.detail", detail, f"one of {', '.join(DETAILS)}")
         if kind == "video_url":
             self._clip(value["url"], f"{param}.url")
             return {"type": "video"}

@@ -12,7 +12,7 @@ from typing import Any
 
 from vlora.errors import InvalidArgument, nearest, shown
 from vlora.gateway.errors import ApiError, invalid, unsupported, wrong_value
-from vlora.gateway.messages import Conversation, read_messages
+from vlora.gateway.messages import MAX_HINT_LENGTH, Conversation, check_keys, read_messages
 from vlora.sampling import KNOWN_KEYS, REFUSED
 from vlora.strict_json import is_text, load_object
 from vlora.structured.structure import KINDS, MAX_DEPTH, STRUCTURE_KEYS
@@ -21,7 +21,6 @@ from vlora.vision.prompts import RAW_TASK
 # Maximum number of commas in a body. It limits the number of values, which take time to check.
 MAX_COMMAS = 1 << 18
 MAX_MODEL_LENGTH = 256  # Maximum number of characters of a model's name.
-MAX_HINT_LENGTH = 64  # Maximum length of an unknown field for which a similar field is suggested.
 MAX_TOP_LOGPROBS = 20
 
 # Sampling keys that are sent if the request lacks them. `stream_interval_ms` limits the cost of
@@ -37,6 +36,8 @@ NO_EFFECT = frozenset(
         "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",
+        "request_id",
+        "rid",
         "safety_identifier",
         "user",
     }
@@ -49,6 +50,31 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
+    # Fields of vLLM and SGLang.
+    "add_special_tokens": (False,),
+    "bootstrap_host": (),
+    "cache_salt": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "custom_logit_processor": (),
+    "custom_params": ({},),
+    "data_parallel_rank": (),
+    "documents": ([],),
+    "ebnf": (),
+    "include_reasoning": (True, False),
+    "kv_transfer_params": (),
+    "lora_path": (),
+    "mm_processor_kwargs": ({},),
+    "no_stop_trim": (False,),
+    "regex": (),
+    "return_hidden_states": (False,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "separate_reasoning": (True, False),
+    "session_params": (),
+    "stop_regex": ([],),
+    "stream_reasoning": (True, False),
+    "vllm_xargs": ({},),
     "modalities": (["text"],),
     "moderation": (),
     "prediction": (),
@@ -65,6 +91,10 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 # Fields of vLLM that say how the prompt of a chat ends.
 CHAT_OPTIONS = ("add_generation_prompt", "continue_final_message")
 OWN = frozenset({"task"})  # Fields of this server that are not sampling keys.
+
+# Types of `response_format`, each with its further keys.
+RESPONSE_FORMATS = {"text": (), "json_object": ("schema",), "json_schema": ("json_schema",)}
+JSON_SCHEMA_KEYS = ("name", "description", "schema", "strict")
 
 # Key of `structured_outputs` by vLLM's older name for it.
 STRUCTURED = {name: kind for name, kind in STRUCTURE_KEYS.items() if kind is not None}
@@ -199,12 +229,18 @@ def _structure(given: Mapping[str, Any]) -> dict[str, Any] | None:
 def _response_format(value: Any) -> dict[str, Any] | None:
     param = "response_format"
     kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(value, dict) and kind in RESPONSE_FORMATS:
+        check_keys(value, ("type", *RESPONSE_FORMATS[kind]), param, f"'{param}'")
     if value is None or kind == "text":
         return None
     if kind == "json_object":
-        return {"json_object": True}
+        # vLLM and SGLang restrict the answer to the schema, if there is one.
+        schema = value.get("schema")
+        return {"json_object": True} if schema is None else {"json": schema}
     if kind == "json_schema":
         schema = value.get("json_schema")
+        if isinstance(schema, dict):
+            check_keys(schema, JSON_SCHEMA_KEYS, f"{param}.json_schema", "'json_schema'")
         inner = schema.get("schema") if isinstance(schema, dict) else None
         if not isinstance(inner, dict | bool):
             raise invalid(param, "'response_format' needs the schema in 'json_schema.schema'")

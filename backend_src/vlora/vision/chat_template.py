@@ -303,7 +303,15 @@ def render_chat(chat: Chat, num_images: int, num_frames: int, template: ChatTemp
     stand_ins = StandIns()
     places = _Places(template, stand_ins, num_frames)
     messages = [
-        {**message, "content": places.content(message["content"])} for message in chat.messages
+        {
+            # The role, and text such as `reasoning_content`, which some templates print.
+            **{
+                name: template.as_text(value, stand_ins) if isinstance(value, str) else value
+                for name, value in message.items()
+            },
+            "content": places.content(message["content"]),
+        }
+        for message in chat.messages
     ]
     check_places("messages have", places.count, num_images, num_frames, "")
     if template.apply is None:
