@@ -173,12 +173,20 @@ class Request:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Natural log probability of one token, before penalties and filters; `rank` begins at 1."""
+    """Natural log probability of one token, before penalties and filters; `rank` begins at 1.
+
+    content: bytes of the token in the answer's text, which may be a part of a character.
+    """
 
     token_id: int
     logprob: float
     rank: int
-    text: str
+    content: bytes
+
+    @property
+    def text(self) -> str:
+        """Text of the token alone, with U+FFFD for incomplete characters."""
+        return self.content.decode(errors="replace")
 
 
 @dataclass(frozen=True)

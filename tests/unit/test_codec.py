@@ -199,7 +199,7 @@ def test_tokens_within_the_interval_are_sent_together_and_the_first_and_last_nev
 
 
 def test_logprobs_are_json_by_token_and_their_sum_is_over_the_sampled_ones() -> None:
-    token = (TokenLogprob(7, -0.5, 2, "x"), TokenLogprob(8, -0.1, 1, "y"))
+    token = (TokenLogprob(7, -0.5, 2, b"x"), TokenLogprob(8, -0.1, 1, b"\xe6\x98"))
     produced = [
         Output("r", text="x", token_ids=(7,), logprobs=(token,), finish_reason=reason)
         for reason in (None, "stop")
@@ -214,7 +214,12 @@ def test_logprobs_are_json_by_token_and_their_sum_is_over_the_sampled_ones() -> 
     assert json.loads(first(one["logprobs"])) == [
         {
             "7": {"logprob": -0.5, "rank": 2, "decoded_token": "x"},
-            "8": {"logprob": -0.1, "rank": 1, "decoded_token": "y"},
+            "8": {
+                "logprob": -0.1,
+                "rank": 1,
+                "decoded_token": "\ufffd",
+                "bytes": [0xE6, 0x98],
+            },
         }
     ]
     assert one["cumulative_logprob"].tolist() == [-0.5]
@@ -223,7 +228,7 @@ def test_logprobs_are_json_by_token_and_their_sum_is_over_the_sampled_ones() -> 
 
 def test_logprobs_are_always_valid_json() -> None:
     def written(logprob: float) -> Tensors:
-        token = (TokenLogprob(7, logprob, 1, "x"),)
+        token = (TokenLogprob(7, logprob, 1, b"x"),)
         output = Output("r", text="x", token_ids=(7,), logprobs=(token,), finish_reason="stop")
         flags = {"return_logprobs": flag(True), "return_cumulative_logprob": flag(True)}
         (tensors,) = responses_to(writer(**flags, sampling_parameters=keys(logprobs=0)), [output])

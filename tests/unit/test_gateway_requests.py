@@ -15,6 +15,8 @@ from fastapi import Request
 
 from tests.support.http_server import http_server, response
 from vlora.gateway import media
+from vlora.gateway.answers import CompletionWriter
+from vlora.gateway.backend import Piece
 from vlora.gateway.bodies import MANY_COMMAS, Bodies
 from vlora.gateway.errors import ApiError
 from vlora.gateway.media import MediaLoader, decode, is_public
@@ -436,3 +438,26 @@ def test_what_other_fields_and_unknown_keys_ask_for_is_refused(
 ) -> None:
     error = refusal(**fields)
     assert (error.code, error.param) == (code, param)
+
+
+def test_tokens_that_are_parts_of_a_character_have_their_bytes_and_offsets() -> None:
+    """The answer is `a星!`, whose second character is two tokens; a third begins like the first."""
+    parts = [b"a", b"\xe6\x98", b"\x9f", b"!"]
+    tokens = [
+        {
+            str(index): {"decoded_token": part.decode(errors="replace"), "logprob": -1.0, "rank": 1}
+            | ({"bytes": list(part)} if index in (1, 2) else {}),
+            "9": {"decoded_token": "\ufffd", "logprob": -2.0, "rank": 2, "bytes": [0xE7]},
+        }
+        for index, part in enumerate(parts)
+    ]
+    piece = Piece("a星!", "stop", 1, 4, tokens)
+    plain = read_completion({"model": "base", "prompt": "x", "logprobs": 2})
+    logprobs = CompletionWriter(plain, "id").whole([piece])["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == ["a", r"bytes:\xe6\x98", r"bytes:\x9f", "!"]
+    assert logprobs["text_offset"] == [0, 1, 1, 2]
+    assert list(logprobs["top_logprobs"][1]) == [r"bytes:\xe6\x98", r"bytes:\xe7"]
+    asked = chat(logprobs=True, top_logprobs=2)
+    content = CompletionWriter(asked, "id").whole([piece])["choices"][0]["logprobs"]["content"]
+    assert b"".join(bytes(entry["bytes"]) for entry in content) == "a星!".encode()
+    assert len(content[1]["top_logprobs"]) == 2

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
 from operator import itemgetter
 from typing import Any
 
@@ -28,6 +28,8 @@ class CompletionWriter:
         self._created = int(time.time())
         self._started = False
         self._text_offset = 0
+        # Counts the characters of an answer whose tokens may be parts of a character.
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._around_text: tuple[bytes, bytes] | None = None
         self.prompt_tokens = 0
         self.completion_tokens = 0
@@ -144,14 +146,15 @@ class CompletionWriter:
                 for one, others in zip(sampled, alternatives, strict=True)
             ]
             return {"content": content, "refusal": None}
-        texts = [one["decoded_token"] for one in sampled]
-        *offsets, self._text_offset = accumulate(map(len, texts), initial=self._text_offset)
+        offsets = []
+        for one in sampled:
+            offsets.append(self._text_offset)
+            self._text_offset += len(self._decoder.decode(bytes(_bytes(one))))
         return {
-            "tokens": texts,
+            "tokens": [_name(one) for one in sampled],
             "token_logprobs": [one["logprob"] for one in sampled],
             "top_logprobs": [
-                {entry["decoded_token"]: entry["logprob"] for entry in others}
-                for others in alternatives
+                {_name(entry): entry["logprob"] for entry in others} for others in alternatives
             ],
             "text_offset": offsets,
         }
@@ -162,8 +165,18 @@ def _event(chunk: Mapping[str, Any]) -> bytes:
 
 
 def _entry(entry: Mapping[str, Any]) -> dict[str, Any]:
-    text = entry["decoded_token"]
-    return {"token": text, "logprob": entry["logprob"], "bytes": list(text.encode())}
+    return {"token": _name(entry), "logprob": entry["logprob"], "bytes": _bytes(entry)}
+
+
+def _bytes(entry: Mapping[str, Any]) -> list[int]:
+    return entry.get("bytes") or list(entry["decoded_token"].encode())
+
+
+def _name(entry: Mapping[str, Any]) -> str:
+    """Return a token's text; as from OpenAI, the bytes of a part of a character."""
+    if "bytes" not in entry:
+        return str(entry["decoded_token"])
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in entry["bytes"])
 
 
 def _extra(last: Piece) -> dict[str, Any]:

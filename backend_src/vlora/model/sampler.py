@@ -167,7 +167,7 @@ class TokenSampler:
                 token_id=index,
                 logprob=float(logits[index]) - log_total,
                 rank=1 + int((rivals > logits[index]).sum()),
-                text=self._vocabulary.text(index, self._params.skip_special_tokens),
+                content=self._vocabulary.shown(index, self._params.skip_special_tokens),
             )
             for index in dict.fromkeys([token, *alternatives])
             # Every logit above the logit of an alternative is itself an alternative.

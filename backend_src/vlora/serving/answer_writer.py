@@ -122,6 +122,8 @@ def _listed(token: Sequence[TokenLogprob]) -> dict[str, dict[str, object]]:
             "logprob": _finite(entry.logprob),
             "rank": entry.rank,
             "decoded_token": entry.text,
+            # vLLM's keys do not say which part of a character a token is.
+            **({} if entry.text.encode() == entry.content else {"bytes": list(entry.content)}),
         }
         for entry in token
     }
