@@ -22,6 +22,7 @@ from vlora.cli import app
 from vlora.errors import InvalidArgument
 from vlora.model.decoder_config import load_config
 from vlora.model.loader import adapter_shape
+from vlora.model.weight_files import INDEX
 from vlora.offline.base_weights import BaseWeights
 from vlora.offline.convert import (
     EXACT_SIDE,
@@ -464,6 +465,11 @@ def test_an_adapter_of_a_tied_lm_head_cannot_be_merged(
     config = json.loads((tied / "config.json").read_text())
     config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = True
     (tied / "config.json").write_text(json.dumps(config))
+    # A head that differs from the embeddings would be used, although the configuration ties them.
+    index = json.loads((tied / INDEX).read_text())
+    file = tied / index["weight_map"].pop("lm_head.weight")
+    (tied / INDEX).write_text(json.dumps(index))
+    save_file({k: v for k, v in load_file(file).items() if k != "lm_head.weight"}, file)
     shape = adapter_shape(tied, load_config(tied))
     factors = LoraPair(torch.ones(2, shape.hidden), torch.ones(shape.vocabulary, 2))
     root = tmp_path / "adapters"
