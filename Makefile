@@ -16,6 +16,7 @@ CUDA ?=
 GPU ?=
 DIST ?=
 LOCK ?=
+SANITIZE ?=
 DEPLOY ?=
 CPP := $(shell find csrc -name "*.cpp" -o -name "*.h" -o -name "*.cu" -o -name "*.cuh")
 CORE := setup.py $(shell find csrc -type f -not -path "*/cuda/*" -not -path "*/test/*" -not -name "*.md")
@@ -69,8 +70,8 @@ lock: $(READY) ## Write the images' lock files from constraints.txt (torch from 
 deploy-check: $(READY) ## Check images, compose, chart, rules and Envoy with their own programs (a part: DEPLOY="-k envoy")
 	@$(BIN)/pytest -m deploy tests/deploy $(DEPLOY)
 
-sanitize: $(READY) ## Check the kernels under the address, undefined-behaviour and thread sanitizers
-	@$(BIN)/python csrc/atmm/test/sanitize.py
+sanitize: $(READY) ## Check the kernels under the address, undefined-behaviour and thread sanitizers (SANITIZE="--only memory")
+	@$(BIN)/python csrc/atmm/test/sanitize.py $(SANITIZE)
 
 lint: $(READY) ## Check style and formatting
 	@$(BIN)/ruff check .
