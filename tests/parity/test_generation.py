@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,9 +51,14 @@ class Killer(Unwatched):
             raise KeyboardInterrupt
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _no_state_of_other_tests() -> None:
-    """Forget the precision of earlier accelerators, of which a process has only one."""
+@pytest.fixture(autouse=True)
+def _no_state_of_other_tests() -> Iterator[None]:
+    """Forget the precision of earlier accelerators, of which a process has only one.
+
+    Fixtures of the module are made before this one, so the state is also forgotten afterwards.
+    """
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
