@@ -245,8 +245,8 @@ class RequestTable:
     def requests_to_cancel(self, client_id: str) -> list[LiveRequest]:
         """Return the requests with this client's id.
 
-        If there are none, and none ended recently, the next one within PATIENCE_SECONDS is
-        cancelled.
+        If there are none, and none ended recently, remember the id: a request that arrives with it
+        within PATIENCE_SECONDS is cancelled at once.
         """
         with self.changed:
             found = list(self._by_client_id.get(client_id, ()))

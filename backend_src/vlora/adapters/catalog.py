@@ -253,14 +253,14 @@ class FolderWatch:
         self._stamps = stamps
         self._settled = True
         seen, self._seen = self._seen, {}
-        settled = {}
+        versions = {}
         for (name, folder), stamp in zip(folders.items(), stamps, strict=True):
             version = self._version_of(name, folder, stamp, seen.get(name), now)
             if version is not None:
-                settled[name] = version
-        if settled != self._reported:
-            self._reported = settled
-            self.changed(settled)
+                versions[name] = version
+        if versions != self._reported:
+            self._reported = versions
+            self.changed(versions)
 
     def _version_of(
         self,

@@ -68,7 +68,7 @@ class ModelShape:
 
     @cached_property
     def suffixes(self) -> frozenset[str]:
-        """Module paths of all matrices in all layouts, and the rest of each after each dot."""
+        """Module paths of all matrices in all layouts, and each end of a path after a dot."""
         paths = (path for matrix in self.matrices for path in paths_of(matrix, self))
         return frozenset(suffix for path in paths for suffix in suffixes(path))
 
@@ -98,7 +98,7 @@ def vision_path(path: str) -> str | None:
 
 
 def suffixes(path: str) -> Iterator[str]:
-    """Yield a module's names in patterns: its path, and the rest after each dot."""
+    """Yield a module's names in patterns: its path, and each end of it after a dot."""
     yield path
     while "." in path:
         path = path.split(".", 1)[1]

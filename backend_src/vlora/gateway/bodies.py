@@ -79,7 +79,9 @@ class Bodies:
 
     @contextmanager
     def holding(self) -> Iterator[Hold]:
-        """Yield a function that counts bytes of a body in the block toward the limit of all."""
+        """Yield a function that counts bytes of a body toward the limit of all bodies together,
+        until the block ends.
+        """
         held = 0
 
         def hold(size: int) -> None:

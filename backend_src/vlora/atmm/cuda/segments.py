@@ -71,17 +71,18 @@ def bounds_of(library: Library, segments: Sequence[Segment]) -> tuple[SegmentBou
     tensor is [waves · capacity, 4] int32 in host memory.
     """
     longest = max((segment.length for segment in segments), default=1)
-    most = PAIR_OF_ROWS if longest <= PAIR_OF_ROWS else ONE_LAUNCH_ROWS
+    rows_per_segment = PAIR_OF_ROWS if longest <= PAIR_OF_ROWS else ONE_LAUNCH_ROWS
     waves = _waves(
         library,
         [
-            (s.start + first, min(most, s.length - first), s.slot, s.sign)
+            (s.start + first, min(rows_per_segment, s.length - first), s.slot, s.sign)
             for s in segments
-            for first in range(0, s.length, most)
+            for first in range(0, s.length, rows_per_segment)
         ],
     )
     needed = max((len(wave) for wave in waves), default=1)
-    bounds = SegmentBounds(max(1, len(waves)), 1 << (needed - 1).bit_length(), most)
+    # A power of two, so that later calls with a few more segments fit the same bounds.
+    bounds = SegmentBounds(max(1, len(waves)), 1 << (needed - 1).bit_length(), rows_per_segment)
     tensor = torch.zeros(bounds.waves, bounds.capacity, 4, dtype=torch.int32)
     for index, wave in enumerate(waves):
         tensor[index, : len(wave)] = torch.tensor(wave, dtype=torch.int32)
