@@ -174,6 +174,17 @@ def responses_to(answers: AnswerWriter, produced: list[Output]) -> list[Tensors]
     return [tensors for output in produced if (tensors := answers.write(output)) is not None]
 
 
+def test_an_ensemble_gets_all_outputs_in_every_response() -> None:
+    produced = [Output("r", text="a", token_ids=(1,), num_input_tokens=4)]
+    produced.append(Output("r", text="b", token_ids=(2,), finish_reason="stop"))
+    responses = responses_to(writer(**THROUGH_ENCODER, metadata=strings(["m"])), produced)
+    expected = {"text_output", "finish_reason", "num_input_tokens", "num_output_tokens"}
+    expected |= {"metadata", "head_scores", "head_labels"}
+    assert all(expected <= set(tensors) for tensors in responses)
+    assert responses[0]["head_scores"].shape == (0,)
+    assert [first(tensors["metadata"]) for tensors in responses] == ["", "m"]
+
+
 def test_only_with_streaming_each_response_has_the_new_text_and_tokens() -> None:
     produced = [Output("r", text=text, token_ids=(1,) * (1 + len(text))) for text in ("a", "")]
     produced.append(Output("r", text="bc", token_ids=(3, 4), finish_reason="stop"))
