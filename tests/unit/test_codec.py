@@ -13,7 +13,7 @@ import pytest
 from tests.support.fakes import TEMPLATE, adapter, features, first
 from vlora.config import Limits
 from vlora.errors import InvalidArgument
-from vlora.request import Output, Request, TokenLogprob
+from vlora.request import Output, Request, Timings, TokenLogprob
 from vlora.serving.answer_writer import AnswerWriter
 from vlora.serving.codec import Call, is_cancel, prepare, read_call, sampling_keys
 from vlora.serving.task_head import to_result
@@ -183,6 +183,29 @@ def test_an_ensemble_gets_all_outputs_in_every_response() -> None:
     assert all(expected <= set(tensors) for tensors in responses)
     assert responses[0]["head_scores"].shape == (0,)
     assert [first(tensors["metadata"]) for tensors in responses] == ["", "m"]
+
+
+def test_details_come_with_the_last_response() -> None:
+    output = Output(
+        "r",
+        finish_reason="length",
+        num_cached_tokens=16,
+        adapter="a",
+        adapter_digest="d",
+        timings=Timings(queued=0.1, first_token=0.2, total=0.3),
+        modes={"merged": 2, "mixture": 1},
+    )
+    (tensors,) = responses_to(writer(), [output])
+    assert json.loads(first(tensors["details"])) == {
+        "task": "vqa",
+        "adapter": {"name": "a", "digest": "d"},
+        "num_cached_tokens": 16,
+        "timings": {"queued": 0.1, "first_token": 0.2, "total": 0.3},
+        "modes": {"merged": 2, "mixture": 1},
+    }
+    bare = Output("r", finish_reason="length", timings=output.timings)
+    (tensors,) = responses_to(writer(), [bare])
+    assert json.loads(first(tensors["details"]))["adapter"] is None
 
 
 def test_only_with_streaming_each_response_has_the_new_text_and_tokens() -> None:
