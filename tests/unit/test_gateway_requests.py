@@ -461,3 +461,8 @@ def test_tokens_that_are_parts_of_a_character_have_their_bytes_and_offsets() -> 
     content = CompletionWriter(asked, "id").whole([piece])["choices"][0]["logprobs"]["content"]
     assert b"".join(bytes(entry["bytes"]) for entry in content) == "a星!".encode()
     assert len(content[1]["top_logprobs"]) == 2
+
+
+def test_an_empty_text_between_images_of_a_raw_prompt_is_only_empty() -> None:
+    asked = chat(text("a"), IMAGE, text(""), IMAGE, task="raw")
+    assert asked.conversation.text == "a<image><image>"

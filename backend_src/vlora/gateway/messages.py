@@ -15,7 +15,7 @@ from typing import Any
 
 from vlora.errors import nearest, shown
 from vlora.gateway.errors import invalid, unsupported, wrong_value
-from vlora.vision.chat_template import PLACEHOLDER
+from vlora.vision.chat_template import PLACEHOLDER, join_parts
 from vlora.vision.prompts import RAW_TASK
 
 # OpenAI's roles, with those of chat templates.
@@ -108,11 +108,9 @@ def read_messages(messages: Any, task: str | None, options: Mapping[str, bool]) 
 def _raw_prompt(parts: list[dict[str, str]], num_frames: int) -> str:
     """Return the texts, with placeholders unless all images come first or a text has its own."""
     texts = [part["text"] for part in parts if part["type"] == "text"]
-    are_texts = [part["type"] == "text" for part in parts]
-    if sorted(are_texts) == are_texts or any(PLACEHOLDER in text for text in texts):
+    if any(PLACEHOLDER in text for text in texts):
         return "\n".join(texts)
-    places = {"image": PLACEHOLDER, "video": PLACEHOLDER * num_frames}
-    return "".join(part.get("text") or places[part["type"]] for part in parts)
+    return join_parts(parts, num_frames)
 
 
 def check_keys(value: Mapping[str, Any], known: Collection[str], param: str, what: str) -> None:

@@ -382,6 +382,15 @@ class _Places:
         return [_text(self._stand_ins.put(template.image_text, False))] * count
 
 
+def join_parts(parts: Sequence[Mapping[str, str]], num_frames: int) -> str:
+    """Return the texts of a content's parts, with placeholders unless all images come first."""
+    are_texts = [part["type"] == "text" for part in parts]
+    if sorted(are_texts) == are_texts:
+        return "\n".join(part["text"] for part in parts if part["type"] == "text")
+    places = {"image": PLACEHOLDER, "video": PLACEHOLDER * num_frames}
+    return "".join(places.get(part["type"], part.get("text", "")) for part in parts)
+
+
 def _text(text: str) -> dict[str, str]:
     return {"type": "text", "text": text}
 

@@ -16,14 +16,15 @@ from vlora.vision.chat_template import (
     ChatTemplate,
     StandIns,
     check_places,
+    join_parts,
     render_chat,
     with_images,
 )
 
 CHAT_TASK = "chat"
 RAW_TASK = "raw"
-# Name that stands for the adapter's task if the adapter has exactly one, else for the ensembles'
-# default task. The caller of `render` must replace it by that task.
+# Name that stands for the adapter's own task, else for the default one. The caller of `render` must
+# replace it by that task.
 AUTO_TASK = "auto"
 
 
@@ -148,15 +149,9 @@ def _only_text(
     if isinstance(content, str):
         return template.as_text(content, stand_ins, keep=PLACEHOLDER)
     parts = [
-        template.as_text(part["text"], stand_ins)
-        if part["type"] == "text"
-        else PLACEHOLDER * (num_frames if part["type"] == "video" else 1)
-        for part in content
+        {**part, "text": template.as_text(part.get("text", ""), stand_ins)} for part in content
     ]
-    are_texts = [part["type"] == "text" for part in content]
-    if sorted(are_texts) == are_texts:
-        return "\n".join(part for part, is_text in zip(parts, are_texts, strict=True) if is_text)
-    return "".join(parts)
+    return join_parts(parts, num_frames)
 
 
 def task_text(task: str, text: str, images: str) -> str:
