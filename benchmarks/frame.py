@@ -179,7 +179,7 @@ class Benchmark(ABC):
         return found
 
     def median(self, key: str, **where: Any) -> float:
-        """Return the median of a figure of the matching rows; NaN if there is none."""
+        """Return the median of the values that the matching rows have under `key`, or else NaN."""
         known = [row[key] for row in matching(self.rows, **where) if key in row]
         return median(known) if known else math.nan
 

@@ -1,4 +1,4 @@
-"""What the processes of a server share in one run: variables of its models, and shared memory."""
+"""Names that the processes of a server share in one run: variables of models, shared memory."""
 
 from __future__ import annotations
 

@@ -63,8 +63,8 @@ def test_questions_of_the_demo_are_routed_as_the_documents_say() -> None:
         chosen = [router.choose(one.task, one.text, lambda _: False) for one in items(domain, 7)]
         if others := Counter(name for name in chosen if name != adapter_of(domain)):
             wrong[domain] = others
-    # Requests without text all get the same adapter. Of the seven kinds of questions that the base
-    # model knows, three begin "How many" or "Is there", as those of the adapter `counting` do.
+    # Requests without text all get the same adapter. The base model knows seven kinds of questions.
+    # Three of them begin with "How many" or "Is there", like the questions of `counting`.
     assert wrong == {
         "digits": {"textures": 7},
         "classify": {"textures": 7},

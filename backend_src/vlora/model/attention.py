@@ -148,7 +148,9 @@ class AttentionPlan:
         self._checked_rotary = rotary
 
     def repeat(self, recording: Any, rotary: Rotary, segments: Segments) -> None:
-        """Repeat a complete recording of a step of as many rows, with the pages of this plan.
+        """Make the calls of a complete recording again, with the pages of this plan.
+
+        The recorded step must have had as many rows as this plan.
 
         Raises ValueError if `rotary` does not fit the plan.
         """

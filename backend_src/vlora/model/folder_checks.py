@@ -121,7 +121,8 @@ def check_folder(folder: Path) -> None:
     check_tokenizer(folder)
     for kind, name in PREPROCESSOR_CONFIGS.items():
         settings = processor_settings(folder, kind)
-        # The first Qwen-VL needs no file, and clips may be prepared like images.
+        # The first Qwen-VL needs no file for its images, and no family needs one for clips, which
+        # are otherwise prepared like images.
         needed = kind == "image" and config["model_type"] in MULTIMODAL and "visual" not in config
         if needed and not settings:
             raise InvalidArgument(f"model: {folder} has no {name}")
