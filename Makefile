@@ -23,6 +23,9 @@ CORE := setup.py $(shell find csrc -type f -not -path "*/cuda/*" -not -path "*/t
 
 # A worker needs about 1 GiB of memory. Without WORKERS, the tests run in this process.
 PARALLEL = $(if $(WORKERS),-n $(WORKERS) --maxprocesses 8 --dist loadgroup --no-loadscope-reorder)
+TEST = $(BIN)/pytest $(if $(SHUFFLE),--shuffle $(SHUFFLE))
+# pytest's exit status if it selects no tests.
+NO_TESTS := 5
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test demo generate accuracy bench cuda gpu gpu-check dist lock deploy-check sanitize test-isas lint types clean
@@ -33,8 +36,9 @@ help: ## Show this list
 serve: $(READY) ## Serve the demo model in the foreground until Ctrl-C (options: SERVE="--http-port 9000")
 	@$(BIN)/vlora serve $(SERVE)
 
-test: $(READY) ## Run all tests in a process per core (WORKERS=1; a part: TESTS=tests/unit; other order: SHUFFLE=7)
-	@$(BIN)/pytest $(PARALLEL) $(if $(SHUFFLE),--shuffle $(SHUFFLE)) $(TESTS)
+test: $(READY) ## Run all tests in a process per core, then those that compare times (WORKERS=1; a part: TESTS=tests/unit; other order: SHUFFLE=7)
+	@$(TEST) $(PARALLEL) -m "not deploy and not alone" $(TESTS) || test $$? = $(NO_TESTS)
+	@$(TEST) -m alone $(TESTS) || test $$? = $(NO_TESTS)
 
 test-isas: $(READY) ## Run the kernels' tests with each instruction set of this CPU forced, and with two at once
 	@$(BIN)/python -m tests.programs.each_isa $(PARALLEL)

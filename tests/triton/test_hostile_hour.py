@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.programs.hostile_hour import hostile_hour
 
 
+@pytest.mark.alone
 def test_healthy_requests_keep_their_answers_under_attack(
     checkpoint: Path, adapters_dir: Path, tmp_path: Path
 ) -> None:
@@ -16,7 +19,7 @@ def test_healthy_requests_keep_their_answers_under_attack(
     """
     limits = {"max_decode_seconds": 2.0}
     with hostile_hour(checkpoint, adapters_dir, tmp_path, limits=limits) as hour:
-        figures = hour.run(cycles=1, seconds=5)
+        figures = hour.run(cycles=3, seconds=3)
     print(figures.summary())
     assert figures.quiet.wrong == figures.hostile.wrong == []
     faults = [name for name in figures.outcomes if "uncoded" in name or "INTERNAL" in name]

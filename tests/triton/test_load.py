@@ -59,6 +59,7 @@ def test_sixteen_concurrent_requests_get_the_same_answers_as_sequential_ones(
     assert together == alone
 
 
+@pytest.mark.alone
 def test_concurrent_requests_share_forward_passes(ask: Asker) -> None:
     def figures() -> tuple[float, float]:
         metrics = ask.metrics()
@@ -79,6 +80,7 @@ def test_concurrent_requests_share_forward_passes(ask: Asker) -> None:
     assert (more_rows - rows) / (more_steps - steps) > 4
 
 
+@pytest.mark.alone
 def test_images_of_concurrent_requests_share_encoder_batches(ask: Asker) -> None:
     def run(index: int) -> None:
         ask.once("video_analytics", text_input="?", image=picture((index, 3, 5)))
