@@ -165,3 +165,19 @@ def _draw_object(rng: random.Random, depth: int) -> dict[str, Any]:
     if not depth:
         schema["$defs"] = {"point": POINT}
     return schema
+
+
+def draw_object(rng: random.Random) -> dict[str, Any]:
+    """Return a small schema of an object, with keywords that apply to the same names."""
+    values: list[Any] = [INTEGER, {"minimum": 3}, {"enum": ["a", 1]}, {"const": 1}, True, False]
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {name: rng.choice(values) for name in rng.sample("ab1", 2)},
+        "patternProperties": {rng.choice(("^a", "^[ab]$", "1$", "^ab?$")): rng.choice(values)},
+        "additionalProperties": rng.choice((False, *values)),
+        "required": rng.sample(("a", "b", "ab"), rng.randrange(3)),
+        "minProperties": rng.randrange(4),
+        "maxProperties": rng.randrange(1, 5),
+    }
+    kept = {key: value for key, value in schema.items() if key == "type" or rng.random() < 0.5}
+    return kept if rng.random() < 0.7 else {"allOf": [kept, draw_object(rng)]}

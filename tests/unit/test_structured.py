@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import random
 import signal
 import socket
 import termios
@@ -13,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import jsonschema
 import numpy as np
 import psutil
 import pytest
@@ -22,7 +24,7 @@ from tokenizers.models import BPE
 
 from benchmarks.structured import grammars_of as grammars_of_size
 from benchmarks.structured import make_tokenizer, measure_grammar
-from tests.support.grammars import HOSTILE
+from tests.support.grammars import HOSTILE, draw_object
 from tests.support.polling import until
 from tests.support.processes import children_that_run
 from vlora.config import Limits
@@ -36,6 +38,7 @@ from vlora.structured.structure import Structure
 from vlora.structured.worker import Speller
 
 EOS = 2
+USUAL = set(b'{}",:ab1')  # Bytes that end an answer soon. End-of-text has none.
 LIMITS = Limits()
 
 
@@ -248,6 +251,23 @@ def test_too_many_structures_in_use_are_refused_and_idle_ones_make_room(tokenize
         grammars.acquire(Structure("regex", "d"))
 
 
+def json_of(schema: Any) -> Structure:
+    return Structure("json", json.dumps(schema))
+
+
+# Schemas whose names of 'patternProperties' are all listed.
+TWICE: dict[str, Any] = {
+    "properties": {"a": {"type": "integer"}},
+    "patternProperties": {"^[ab]$": {"minimum": 3}},
+    "required": ["b"],
+    "additionalProperties": False,
+}
+TWICE_BY_REFERENCE = {
+    "x": {"y/z": TWICE | {"required": []}},
+    "allOf": [{"$ref": "#/x/y~1z"}, {"required": ["b"]}],
+}
+
+
 @pytest.mark.parametrize(
     ("structure", "message"),
     [
@@ -257,6 +277,14 @@ def test_too_many_structures_in_use_are_refused_and_idle_ones_make_room(tokenize
         (Structure("regex", "(?=a)b"), "invalid regex"),
         (Structure("grammar", "start: foo"), 'unknown name: "foo"'),
         (Structure("json", '{"type": "integer", "minimum": 3, "maximum": 2}'), "minimum"),
+        (Structure("regex", "a(b"), r"invalid regex: unclosed group in /a\(b/"),
+        (json_of({"pattern": "a(?=b)"}), r"look-around.* is not supported in /a\(\?=b\)/"),
+        (json_of({"patternProperties": {"[b": {}}}), r"unclosed character class in /\[b/"),
+        (json_of({"minProperties": 3, "required": ["a"]}), "is 3, but 'required' lists 1"),
+        (json_of({"items": TWICE}), r"\('\^\[ab\]\$'\) are all in 'properties'"),
+        (json_of(TWICE_BY_REFERENCE), "are all in 'properties'"),
+        (json_of({"enum": [{"id": 2**53 + 1}]}), "9007199254740993 .* has more than 53 bits"),
+        (json_of({"const": "a\x01"}), "control character"),
     ],
 )
 def test_an_invalid_structure_is_refused_with_the_reason(
@@ -346,6 +374,75 @@ def test_json_has_bounded_white_space(
     spell(matcher, tokenizer, "[ ")
     assert space not in allowed(matcher)
     grammars.release(structure, grammar)
+
+
+@pytest.mark.parametrize(
+    ("schema", "valid", "invalid"),
+    [
+        ({"type": "string", "format": "mobile"}, '"a b"', "1"),
+        ({"properties": {"format": {"format": "ipv6"}}}, '{"format": "::"}', '{"format": "1"}'),
+        (
+            {"properties": {"a": {"const": 1}}, "additionalProperties": {"const": 2}},
+            '{"a": 1, "b": 2}',
+            '{"a": 1, "\\u0061": 2}',
+        ),
+        (TWICE | {"additionalProperties": {}}, '{"a": 3, "b": 4, "c": 0}', '{"a": 2, "b": 4}'),
+        ({"type": "object", "minProperties": 2, "required": ["a"]}, '{"a": 1, "b": 1}', '{"a": 1}'),
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, "0.5", "0"),
+        ({"minimum": -0.5, "maximum": 0, "exclusiveMaximum": True}, "-0.25", "-0"),
+        ({"type": "integer", "minimum": 2**53 + 1}, str(2**53 + 2), str(2**53)),
+        ({"prefixItems": [{"const": 1}], "additionalItems": False}, "[1, 2]", "[2]"),
+        ({"items": {"const": 1}, "x-guidance": {"item_separator": ";"}}, "[1,1]", "[1;1]"),
+    ],
+)
+def test_a_schema_allows_valid_answers_only(
+    grammars: Grammars, tokenizer: Any, schema: Any, valid: str, invalid: str
+) -> None:
+    grammar = grammars.acquire(json_of(schema))
+    assert is_complete(grammar.open(), tokenizer, valid)
+    assert not is_complete(grammar.open(), tokenizer, invalid)
+    grammars.release(json_of(schema), grammar)
+
+
+def is_complete(matcher: Matcher, tokenizer: Any, text: str) -> bool:
+    """Return whether a text is allowed, and may end there."""
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        if settle(matcher).stopped or token not in allowed(matcher):
+            return False
+        matcher.advance(token)
+    return settle(matcher).stopped or EOS in allowed(matcher)
+
+
+def test_each_complete_answer_to_a_small_schema_is_valid(
+    grammars: Grammars, vocabulary: Vocabulary
+) -> None:
+    """A schema is refused, or its answers, of drawn tokens, never fail."""
+    seed = random.randrange(2**32)
+    rng = random.Random(seed)
+    complete = 0
+    for _ in range(120):
+        schema = draw_object(rng)
+        try:
+            grammar = grammars.acquire(json_of(schema))
+        except InvalidArgument:
+            continue
+        for _ in range(3):
+            matcher, text = grammar.open(), b""
+            while len(text) < 100 and not settle(matcher).stopped:
+                tokens = sorted(allowed(matcher))
+                usual = [token for token in tokens if set(vocabulary.bytes_of[token]) <= USUAL]
+                token = rng.choice(usual or tokens)
+                if token == EOS:
+                    break
+                text += vocabulary.bytes_of[token]
+                matcher.advance(token)
+            if len(text) < 100:
+                complete += 1
+                valid = jsonschema.Draft202012Validator(schema).is_valid(json.loads(text))
+                assert valid, (seed, schema, text)
+            matcher.close()
+        grammars.release(json_of(schema), grammar)
+    assert complete > 60, seed
 
 
 def test_an_answer_that_is_ended_does_not_wait_for_the_end_of_its_process() -> None:

@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import socket
 import time
 from pathlib import Path
-from typing import Any
 
 import llguidance
 import numpy as np
 from tokenizers import Tokenizer
 
 from vlora import fork_server
-from vlora.structured import messages
+from vlora.structured import messages, schema
 
-# A space, or a new line with its indentation. The length is bounded, because a model might
-# otherwise generate white space forever.
-JSON_WHITESPACE = r"( ?|\n[ \t]{0,32})"
+# llguidance's drawing of an error in an expression.
+REGEX_ERROR = re.compile(r"regex parse error:\n *(.*)\n[ ^]*\nerror: (.*)")
 STACK_BYTES = 8 * 1024**2  # A process whose recursion needs more is ended.
 
 
@@ -174,14 +173,16 @@ def _limit_this_process(memory: int) -> None:
 
 def _grammar(kind: str, text: str) -> str:
     if kind == "json":
-        options: Any = {"whitespace_pattern": JSON_WHITESPACE}
-        return llguidance.LLMatcher.grammar_from_json_schema(text, options)
+        prepared = schema.prepared(text)
+        return llguidance.LLMatcher.grammar_from_json_schema(prepared, schema.OPTIONS)
     if kind == "regex":
         return llguidance.LLMatcher.grammar_from_regex(text)
     return llguidance.LLMatcher.grammar_from_lark(text)
 
 
 def _one_line(message: str) -> bytes:
+    if found := REGEX_ERROR.search(message):
+        message = f"invalid regex: {found[2]} in /{found[1]}/"
     line = message.replace("<non-verbose/>", "").strip().split("\n")[0]
     return line[: messages.MAX_MESSAGE_CHARACTERS].encode(errors="replace")
 
