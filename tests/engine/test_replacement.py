@@ -127,6 +127,7 @@ def test_a_view_of_the_names_does_not_change_while_another_thread_reads_it(
     checkpoint: Path, adapters_dir: Path, root: Path, view: str
 ) -> None:
     (root / "faulty").mkdir()
+    (root / "faulty" / "README.md").touch()
     engine = many_adapters.engine_of(checkpoint, root)
     reading = iter(attrgetter(view)(engine.adapters))
     first = next(reading)

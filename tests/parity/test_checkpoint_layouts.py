@@ -310,6 +310,14 @@ def add(tensors: Tensors, ending: str, name: str, dtype: torch.dtype = torch.flo
     tensors[f"{module}.{name}"] = torch.ones(4).to(dtype)
 
 
+def leave_out(tensors: Tensors, ending: str) -> None:
+    """Store the first matrix with this key as a quantizer does that leaves it out."""
+    module = first_key(tensors, ending).rpartition(".")[0]
+    for key in [key for key in tensors if key.startswith(f"{module}.")]:
+        del tensors[key]
+    tensors[f"{module}.weight"] = torch.ones(8, 8)
+
+
 # Kind of folder, edit, and the end of the refusal.
 REFUSED: dict[str, tuple[str, Edit, str]] = {
     "config-list": ("text", written("config.json", "[]"), "config.json .*object"),
@@ -423,6 +431,17 @@ REFUSED: dict[str, tuple[str, Edit, str]] = {
         configured("quantization_config", config_groups={"g": None}),
         "'config_groups' with 'g': None",
     ),
+    "old-key": (
+        "packed",
+        lambda folder: change(folder, quantization_config=None, compression_config=PACKED),
+        "old key 'compression_config'; rename it to 'quantization_config'",
+    ),
+    "ignored-layer": (
+        "packed",
+        stored(lambda t: leave_out(t, "weight_packed")),
+        "down_proj.weight' as F32, but all of the decoder's .* in 'ignore' or 'modules_to_not",
+    ),
+    "unconverted-layer": ("gptq", stored(lambda t: leave_out(t, "qweight")), "as F32, but all of"),
     "nan-scales": ("gptq", stored(lambda t: spoil(t, "scales", torch.nan)), "not finite"),
     "infinite-scales": (
         "packed",

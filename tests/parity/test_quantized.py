@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import LlavaForConditionalGeneration
 
 from benchmarks import llava
@@ -188,7 +188,7 @@ def test_the_vision_tower_of_a_quantized_checkpoint_is_the_float_one(tmp_path: P
     small = llava.make(SMALL, tmp_path / "small").folder
     quantized = tmp_path / "quantized"
     shutil.copytree(small, quantized)
-    describe(quantized, Layout("gptq").config)
+    quantize_checkpoint(quantized, Layout("gptq"))
     assert VisionEncoder(quantized, 1).tower_digest == VisionEncoder(small, 1).tower_digest
 
 
@@ -235,10 +235,12 @@ def test_a_quantized_checkpoint_is_refused_where_its_floats_are_needed(
 
 def test_missing_and_misshapen_parts_are_named(checkpoint: Path, tmp_path: Path) -> None:
     save_decoder(checkpoint, tmp_path, attention_bias=True)
-    describe(tmp_path, Layout("awq").config)
-    with pytest.raises(InvalidArgument, match="layer 0, q_proj: 'qweight' is missing"):
-        Engine(Options(model=tmp_path))
     quantize_checkpoint(tmp_path, Layout("awq"))
     describe(tmp_path, Layout("awq", group=64).config)
     with pytest.raises(InvalidArgument, match="layer 0, q_proj: scales of shape"):
+        Engine(Options(model=tmp_path))
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.0.self_attn.q_proj.qweight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InvalidArgument, match="layer 0, q_proj: 'qweight' is missing"):
         Engine(Options(model=tmp_path))

@@ -161,7 +161,7 @@ def adapters(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = root / "target-without-weights" / "adapter_config.json"
     config = json.loads(path.read_text())
     config["init_lora_weights"] = True  # otherwise PEFT initialises missing weights with noise
-    config["target_modules"] += ["down_proj", "vision_tower.encoder.layers.0.mlp.fc1"]
+    config["target_modules"] += ["down_proj", "vision_tower.encoder.layers.0.mlp.fc1", "wq"]
     path.write_text(json.dumps(config))
     return root
 

@@ -36,7 +36,6 @@ def small_shape() -> ModelShape:
         shapes=SHAPES,
         prefix="model.language_model.",
         lm_head=lambda: lm_head,
-        other_modules=lambda: ["vision_tower.encoder.layers.0.mlp.fc1"],
     )
 
 

@@ -123,7 +123,7 @@ def test_a_model_without_an_adapter_folder_has_no_adapters(
     unset = "no adapters: no adapter folder is set; name one with --adapters FOLDER\n"
     assert (result.exit_code, result.output) == (0, unset)
     result = CliRunner().invoke(app, [*arguments, "--adapters", str(tmp_path)])
-    empty = f"no adapters in {tmp_path}: it has no subfolders\n"
+    empty = f"no adapters in {tmp_path}: it has no subfolders with files\n"
     assert (result.exit_code, result.output) == (0, empty)
 
 

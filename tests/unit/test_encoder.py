@@ -455,6 +455,18 @@ def test_frames_of_qwen2_are_limited_one_by_one(
     assert frame_size_of_qwen2(IMAGE | cap, frames, 200, 200) == expected
 
 
+def test_settings_that_have_no_effect_are_logged_once(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    file = folder / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"max_pixels": 9}))
+    for _ in range(2):
+        VisionEncoder(folder, 1)
+    (message,) = [text for text in caplog.messages if "no effect" in text]
+    assert "'max_pixels' in preprocessor_config.json has no effect" in message
+
+
 def test_settings_are_found_where_transformers_finds_them(tmp_path: Path) -> None:
     def write(name: str, content: dict[str, Any]) -> None:
         (tmp_path / name).write_text(json.dumps(content))

@@ -41,6 +41,7 @@ def version(checkpoint: Path, adapters_dir: Path, tmp_path: Path) -> Path:
     for name in (*map(os.fsencode, NAMES), NOT_UTF8):
         shutil.copytree(os.fsencode(adapters_dir / "attention-r4"), os.fsencode(root) + b"/" + name)
     (root / "gebrochen-ß").mkdir()
+    (root / "gebrochen-ß" / "README.md").touch()
     folder = tmp_path / "dépôt" / "1"
     folder.mkdir(parents=True)
     keys = {"model": "../../modèle", "adapters": f"../../{root.name}", "kv_cache_tokens": 1024}

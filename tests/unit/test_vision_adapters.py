@@ -65,13 +65,14 @@ def adapters(root: Path, shape: ModelShape, adapters_dir: Path) -> Iterator[Visi
     """Return the vision parts of `seeing`, and of `plain`, which has none."""
     write(root / "seeing", shape)
     shutil.copytree(adapters_dir / "attention-r4", root / "plain")
+    (root / "empty").mkdir()
     made = VisionAdapters(shape, FolderFinder(root, {}), 1 << 30, None, shape.vision())
     yield made
     made.close()
 
 
 def test_only_adapters_with_a_vision_part_have_one(adapters: VisionAdapters) -> None:
-    assert [adapters.part(name) for name in (None, "plain", "unknown")] == [None] * 3
+    assert [adapters.part(name) for name in (None, "plain", "unknown", "empty")] == [None] * 4
     part = adapters.part("seeing")
     assert part is not None
     assert part.pairs.keys() == {LAYER, CONNECTOR}

@@ -51,17 +51,21 @@ MAX_HINT_LENGTH = 256  # Maximum length of an unknown name for which similar nam
 HINT_NEIGHBOURS = 16
 
 
+LOST_AND_FOUND = "lost+found"  # Of a file system's root, which may be the adapters' volume.
+EMPTY: Stamp = b""  # Stamp of an empty folder.
+
 # -- folders and their stamps ----------------------------------------------------------------------
 
 
 def find_folders(root: Path | None, names: Mapping[str, str]) -> dict[str, Path]:
     """Return name → folder of all adapters.
 
-    root: folder whose subfolders are adapters; None for no such folder.
+    root: folder whose subfolders are adapters unless they are empty; None for no such folder.
     names: name → folder of further adapters, relative to the root (absolute without one), as in the
         vLLM backend's `multi_lora.json`. They take precedence over subfolders with the same name.
     """
-    own = {} if root is None else {name: root / to_path(name) for name in folders_in(root)}
+    found = {} if root is None else {name: root / to_path(name) for name in folders_in(root)}
+    own = {name: folder for name, folder in found.items() if stamp_of(folder) != EMPTY}
     named = _paths(root, names)
     for name in named:
         if name in own and not _same_file(own[name], named[name]):
@@ -101,13 +105,15 @@ def folders_in(root: Path) -> Sequence[str]:
     core = _native()
     try:
         if core is not None:
-            names = core.adapter_names(os.fsencode(root))
-            return [name.decode("utf-8", "surrogateescape") for name in names]
-        entries = sorted(root.iterdir(), key=os.fsencode)
-        shown = (e for e in entries if not e.name.startswith("."))
-        return [to_text(e.name) for e in shown if _may_be_adapter(e)]
+            found = core.adapter_names(os.fsencode(root))
+            names = [name.decode("utf-8", "surrogateescape") for name in found]
+        else:
+            entries = sorted(root.iterdir(), key=os.fsencode)
+            shown = (e for e in entries if not e.name.startswith("."))
+            names = [to_text(e.name) for e in shown if _may_be_adapter(e)]
     except OSError as error:
         raise InvalidArgument(f"the adapter root {root} cannot be read: {error}") from error
+    return [name for name in names if name != LOST_AND_FOUND]
 
 
 def _may_be_adapter(entry: Path) -> bool:
@@ -256,7 +262,7 @@ class FolderWatch:
         versions = {}
         for (name, folder), stamp in zip(folders.items(), stamps, strict=True):
             version = self._version_of(name, folder, stamp, seen.get(name), now)
-            if version is not None:
+            if version is not None and (version[1] != EMPTY or name in self._reported):
                 versions[name] = version
         if versions != self._reported:
             self._reported = versions

@@ -19,7 +19,6 @@ from vlora.adapters.model_shape import (
     for_each_matrix,
     paths_of,
     split_pairs,
-    suffixes,
 )
 from vlora.adapters.peft import CONVERT, PeftConfig, TensorKey, UnknownKey, parse_key, read_config
 from vlora.adapters.routing import Skill, read_skills
@@ -235,7 +234,6 @@ def _check(files: _Files, model: ModelShape, max_bytes: int) -> _Checked:
     pairs = _assign_tensors(files.weights, model, in_weights)
     if not pairs:
         raise in_weights("holds no LoRA weights")
-    _check_names(config, model, invalid.in_file(CONFIG))
     present = [key for pair in pairs.values() for key in (pair.a, pair.b) if key]
     lora_bytes = files.weights.require_fits(present, max_bytes)
     pairs = {matrix: pairs[matrix] for matrix in sorted(pairs)}
@@ -257,7 +255,8 @@ def _assign_tensors(
     file: WeightsFile, model: ModelShape, invalid: ErrorFactory
 ) -> dict[MatrixId, PairTensors]:
     keys: dict[MatrixId, PairTensors] = {}
-    for key in file.shapes:
+    # PEFT stores a copy of the embeddings beside their LoRA, which is the fault to report.
+    for key in sorted(file.shapes, key=lambda key: "lora_embedding" not in key):
         try:
             parsed = parse_key(key, model)
         except UnknownKey as reason:
@@ -290,16 +289,6 @@ def _check_copy(
     if file.shapes[key] != expected or not file.equals(key, model.lm_head()):
         what = f"holds '{key}', which differs from the base model's own lm_head"
         raise invalid(f"{what}; train the LM head as a LoRA target")
-
-
-def _check_names(config: PeftConfig, model: ModelShape, invalid: ErrorFactory) -> None:
-    if isinstance(config.target_modules, str):
-        return  # A pattern that matches nothing targets no tensor's module, and each is rejected.
-    unknown = config.target_modules - model.suffixes
-    if unknown:
-        unknown -= {suffix for path in model.other_modules() for suffix in suffixes(path)}
-    if unknown:
-        raise invalid(f"has '{min(unknown)}' in target_modules, which names no module of the model")
 
 
 def _check_pair(matrix: MatrixId, pair: PairTensors, files: _Files, model: ModelShape) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol, TypeVar
@@ -51,7 +51,6 @@ class ModelShape:
     shapes: (d_out, d_in) by target. All layers have the same shapes.
     prefix: text before `layers` in the module paths of the served model.
     lm_head: returns the unquantized weight of the base model's LM head.
-    other_modules: returns the paths of all modules outside the decoder.
     vision: returns (d_out, d_in) of each linear layer outside the decoder, by `vision_path`.
     modules: target, or key of FUSED, by path within a layer, for modules with unusual paths.
     """
@@ -62,15 +61,8 @@ class ModelShape:
     shapes: Mapping[str, tuple[int, int]]
     prefix: str
     lm_head: Callable[[], Rows]
-    other_modules: Callable[[], Iterable[str]]
     vision: Callable[[], Mapping[str, tuple[int, int]]] = dict
     modules: Mapping[str, str] = field(default_factory=dict)
-
-    @cached_property
-    def suffixes(self) -> frozenset[str]:
-        """Module paths of all matrices in all layouts, and each end of a path after a dot."""
-        paths = (path for matrix in self.matrices for path in paths_of(matrix, self))
-        return frozenset(suffix for path in paths for suffix in suffixes(path))
 
     @cached_property
     def matrices(self) -> frozenset[MatrixId]:
@@ -105,20 +97,17 @@ def suffixes(path: str) -> Iterator[str]:
         yield path
 
 
-def paths_of(matrix: MatrixId, model: ModelShape, file_path: str | None = None) -> tuple[str, ...]:
+def paths_of(matrix: MatrixId, model: ModelShape, file_path: str) -> tuple[str, str]:
     """Return the module paths of a matrix, against which the patterns of an adapter are matched:
-    `file_path`, as the adapter's file spells it, and the path in the served model; or without
-    `file_path`, the paths in all layouts.
+    `file_path`, as the adapter's file spells it, and the path in the served model.
     """
     layer, target = matrix
     if layer == VISION:
-        return (f"model.{target}",) if file_path is None else (file_path, f"model.{target}")
+        return file_path, f"model.{target}"
     if layer < 0:
-        return HEADS if file_path is None else (file_path, LM_HEAD)
-    module = f"layers.{layer}.{'self_attn' if target in ATTENTION else 'mlp'}.{target}"
-    if file_path is None:
-        return tuple(prefix + module for prefix in LAYOUTS)
-    return file_path, model.prefix + module
+        return file_path, LM_HEAD
+    block = "self_attn" if target in ATTENTION else "mlp"
+    return file_path, f"{model.prefix}layers.{layer}.{block}.{target}"
 
 
 def for_each_matrix(values: Mapping[MatrixId, T]) -> dict[MatrixId, T]:

@@ -96,7 +96,7 @@ def _reason(key: str, prefix: str | None = None) -> str:
     if _VISION.search(key):
         return "which is not a linear layer of this model's vision tower or connector"
     if "lora_embedding" in key:
-        return "trained embeddings, which are not supported"
+        return "trained embeddings, which are refused; train without the target 'embed_tokens'"
     if prefix is not None:
         known = ", ".join(f"'{layout}layers'" for layout in LAYOUTS)
         return f"whose layers follow '{prefix}', which is not a known layout; known: {known}"

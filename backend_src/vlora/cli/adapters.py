@@ -113,7 +113,7 @@ def _read_all(*overrides: Any) -> tuple[Sequence[AdapterInfo], Mapping[str, Inva
         )
     found = list(infos.values())
     if not found and not broken:
-        where = f" in {root}: it has no subfolders"
+        where = f" in {root}: it has no subfolders with files"
         if root is None:
             where = ": no adapter folder is set; name one with --adapters FOLDER"
         print_plain(f"no adapters{where}")

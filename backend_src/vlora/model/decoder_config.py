@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from vlora.kernels.formats import Format
 from vlora.model.checkpoint import stored_alike
 from vlora.model.families.base import WeightNames
 from vlora.model.families.registry import FAMILIES
-from vlora.model.folder_checks import end_tokens, problem_of_config
+from vlora.model.folder_checks import described_quantization, end_tokens, problem_of_config
 from vlora.model.multimodal import refusal
 from vlora.model.quantization_config import StoredQuantization, stored_quantization
 from vlora.model.rotary import head_dim, unsupported_rope
@@ -157,7 +156,7 @@ def load_config(folder: Path) -> DecoderConfig:
     if problem := _unsupported(config, text):
         raise InvalidArgument(f"model: {folder}: {problem}")
     try:
-        quantization = stored_quantization(_quantization(config) or _quantization(text))
+        quantization = stored_quantization(described_quantization(config.to_dict()))
     except InvalidArgument as error:
         raise InvalidArgument(f"model: {folder}: {error}") from None
     family = FAMILIES[text.model_type]
@@ -260,14 +259,6 @@ def _unsupported(config: Any, text: Any) -> str | None:
     if levels >= text.num_hidden_layers:
         return f"{levels} levels of image features need more than {levels} layers"
     return family.unsupported(text) or unsupported_rope(text, family.rope_axes)
-
-
-def _quantization(config: Any) -> Mapping[str, Any] | None:
-    found = getattr(config, "quantization_config", None)
-    if found is None or isinstance(found, Mapping):
-        return found
-    described: Mapping[str, Any] = found.to_dict()
-    return described
 
 
 def _eos_tokens(folder: Path, text: Any) -> tuple[int, ...]:

@@ -7,8 +7,10 @@ again, because a server can be started without that command.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from vlora.errors import InvalidArgument, shown
 from vlora.model.multimodal import MULTIMODAL, refusal
 from vlora.model.quantization_config import StoredQuantization, stored_quantization
 from vlora.model.weight_files import open_weights, weight_files
+
+log = logging.getLogger(__name__)
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -132,7 +136,14 @@ def check_folder(folder: Path) -> None:
 
 
 def described_quantization(config: Mapping[str, Any]) -> Any:
-    """Return the description of a checkpoint's quantization; None if it has none."""
+    """Return the description of a checkpoint's quantization; None if it has none. Raises
+    InvalidArgument for an old form.
+    """
+    if config.get("compression_config") and not config.get("quantization_config"):
+        raise InvalidArgument(
+            "config.json describes the model's quantization by the old key 'compression_config';"
+            " rename it to 'quantization_config', with 'quant_method': 'compressed-tensors'"
+        )
     text = config.get("text_config")
     inner = text.get("quantization_config") if isinstance(text, Mapping) else None
     outer = config.get("quantization_config")
@@ -170,6 +181,19 @@ def problem_of_sizes(text: Mapping[str, Any]) -> str | None:
             f" 'num_key_value_heads' = {kv_heads}"
         )
     return None
+
+
+@cache
+def warn_of_unread_settings(folder: Path) -> None:
+    """Log which keys of the processors' own files have no effect, as in transformers."""
+    for kind, name in PREPROCESSOR_CONFIGS.items():
+        used, unread = processor_settings(folder, kind), read_object(folder / name)
+        keys = [key for key, value in unread.items() if used.get(key) != value]
+        if keys := [key for key in keys if not key.endswith(("_type", "_class"))]:
+            log.warning(
+                "model: %s: %s in %s has no effect, because %s has '%s_processor'; set it there",
+                *(folder, ", ".join(map(repr, keys)), name, PROCESSOR_CONFIG, kind),
+            )
 
 
 def processor_settings(folder: Path, kind: str) -> dict[str, Any]:
@@ -272,33 +296,42 @@ def check_weights(folder: Path, quantization: StoredQuantization | None) -> None
     """Raise InvalidArgument, which names file and tensor, for a weight file that cannot be read,
     and for quantized tensors that the description of the quantization does not explain.
     """
-    parts = () if quantization is None else PARTS[quantization.method]
     for file in weight_files(folder):
         opened = open_weights(file, "np")
         for key in opened.keys():  # noqa: SIM118
-            module, _, part = key.rpartition(".")
             stored = str(opened.get_slice(key).get_dtype())
-            is_quantized = part in QUANTIZED_PARTS or (
-                part in ("weight", "bias") and stored not in FLOATS
-            )
-            if not is_quantized:
-                continue
-            if module.endswith("_proj") and not TOWER.search(module):
-                if part not in parts:
-                    described = "has no" if quantization is None else "does not explain it by"
-                    raise InvalidArgument(
-                        f"model: {file} holds '{key}' as {stored}, but config.json {described}"
-                        f" 'quantization_config'; without one, weights are {', '.join(FLOATS)}"
-                    )
-                if part in SCALES and not _is_finite(file, key, stored):
-                    raise InvalidArgument(
-                        f"model: {file} holds '{key}' with values that are not finite"
-                    )
-                continue
-            raise InvalidArgument(
-                f"model: {file} holds '{key}' as {stored}: only the decoder's linear layers may be"
-                " quantized, not the vision tower, its connector, the embeddings or the LM head"
-            )
+            if problem := _problem_of_tensor(key, stored, quantization):
+                raise InvalidArgument(f"model: {file} holds '{key}' as {stored}{problem}")
+            if key.rpartition(".")[2] in SCALES and not _is_finite(file, key, stored):
+                raise InvalidArgument(
+                    f"model: {file} holds '{key}' with values that are not finite"
+                )
+
+
+def _problem_of_tensor(
+    key: str, stored: str, quantization: StoredQuantization | None
+) -> str | None:
+    module, _, part = key.rpartition(".")
+    is_matrix = module.endswith("_proj") and not TOWER.search(module)
+    if is_matrix and quantization is not None and part == "weight" and stored in FLOATS:
+        return (
+            ", but all of the decoder's linear layers must be quantized: quantize again, without"
+            " naming any of them in 'ignore' or 'modules_to_not_convert'"
+        )
+    if part not in QUANTIZED_PARTS and (part not in ("weight", "bias") or stored in FLOATS):
+        return None
+    if not is_matrix:
+        return (
+            ": only the decoder's linear layers may be quantized, not the vision tower, its"
+            " connector, the embeddings or the LM head"
+        )
+    if quantization is None or part not in PARTS[quantization.method]:
+        described = "has no" if quantization is None else "does not explain it by"
+        return (
+            f", but config.json {described} 'quantization_config'; without one, weights are"
+            f" {', '.join(FLOATS)}"
+        )
+    return None
 
 
 def _is_finite(file: Path, key: str, stored: str) -> bool:

@@ -174,7 +174,6 @@ def adapter_shape(
         shapes=config.target_shapes,
         prefix=config.prefix,
         lm_head=cache(lm_head),
-        other_modules=cache(lambda: _module_paths(folder)),
         vision=cache(lambda: _vision_shapes(folder)),
         modules=config.names.modules,
     )
@@ -196,11 +195,6 @@ def read_weight(file: Path, key: str) -> torch.Tensor:
     """Return a stored weight in fp32. Raise InvalidArgument if it cannot be read."""
     with open_weights(file) as opened:
         return read(opened, file, key).to(torch.float32)
-
-
-def _module_paths(folder: Path) -> frozenset[str]:
-    keys = (key for file in weight_files(folder) for key in open_weights(file).keys())  # noqa: SIM118
-    return frozenset(key.rpartition(".")[0] for key in keys)
 
 
 def _part(tensor: torch.Tensor, name: str, names: Sequence[str]) -> torch.Tensor:

@@ -258,9 +258,10 @@ class _Source:
             return False
         own, stored = self.base.matrix(parsed.matrix), self.tensors.stored(key)
         if own.shape != stored.shape or not torch.equal(own, stored.to(torch.float32)):
+            remedy = "without it" if parsed.matrix is None else "it as a LoRA target"
             raise self.invalid(
                 f"holds '{key}' {tuple(stored.shape)}, which differs from the base model's own"
-                f" {tuple(own.shape)}: no LoRA can express it, train it as a LoRA target"
+                f" {tuple(own.shape)}: no LoRA can express it, train {remedy}"
             )
         return True
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from cachetools import LRUCache
 
-from vlora.adapters.catalog import FolderWatch, stamp_of
+from vlora.adapters.catalog import EMPTY, FolderWatch, stamp_of
 from vlora.adapters.errors import ErrorFactory, as_adapter_error, as_text, is_transient
 from vlora.adapters.files import WEIGHTS, describe_adapter
 from vlora.adapters.handle import Stamp, version_of
@@ -82,7 +82,8 @@ class VisionAdapters:
         self._described: dict[str, _Described] = {}
         size = float("inf") if budget is None else budget
         self._parts: LRUCache[str, VisionPart] = LRUCache(size, lambda part: part.nbytes)
-        present = {name: (folder, stamp_of(folder)) for name, folder in find().items()}
+        found = {name: (folder, stamp_of(folder)) for name, folder in find().items()}
+        present = {name: one for name, one in found.items() if one[1] != EMPTY}
         self._folders: Mapping[str, tuple[Path, Stamp]] = {}
         self._update(present)
         self._watch = FolderWatch(find, self._update)

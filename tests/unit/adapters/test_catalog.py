@@ -120,15 +120,16 @@ def test_the_core_and_python_find_the_same_folders_and_stamps(
     (root / "loop").symlink_to(root / "loop")
     (root / "file").write_text("no folder")
     (root / ".hidden").mkdir()
+    (root / "lost+found").mkdir()
     (root / os.fsdecode(b"\xff\xfe")).mkdir()
     (root / "a2" / "dangling").symlink_to(root / "nowhere")
     (root / "a2" / "b").mkdir()
     paths = [*map(os.fsencode, root.iterdir()), b"/none/such", b"a\0b"]
     stamps, names = catalog.stamps_of(paths), catalog.folders_in(root)
     assert {"a0", "dangling", "linked", "loop", "\udcff\udcfe"} <= set(names)
-    assert not {"file", ".hidden"} & set(names)
-    assert len(set(stamps)) == len(paths) - 3, (
-        "links have the stamps of their targets: a1, and twice a missing one; two are empty"
+    assert not {"file", ".hidden", "lost+found"} & set(names)
+    assert len(set(stamps)) == len(paths) - 4, (
+        "links have the stamps of their targets: a1, and twice a missing one; three are empty"
     )
     monkeypatch.setattr(catalog, "_native", lambda: None)
     assert catalog.stamps_of(paths) == stamps
@@ -142,6 +143,20 @@ def test_a_finder_returns_the_same_object_until_a_folder_is_added_or_removed(roo
     assert find() is first
     write_adapter(root / "a9", 9)
     assert set(find()) == {*first, "a9"}
+
+
+def test_an_empty_folder_is_no_adapter_until_it_has_a_file(root: Path) -> None:
+    watched = Watched(root)
+    (root / "new").mkdir()
+    watched.look(0.0, 1.0)
+    assert not watched.reported
+    write_adapter(root / "new", 1)
+    watched.look(2.0, 3.0)
+    assert "new" in watched.reported[-1]
+    for file in (root / "new").iterdir():
+        file.unlink()
+    watched.look(4.0, 5.0)
+    assert watched.reported[-1]["new"] == (root / "new", b"")
 
 
 def test_the_removal_of_the_last_folder_is_reported(root: Path) -> None:
@@ -177,6 +192,9 @@ def test_adapters_are_listed_with_the_weights_of_one_at_a_time(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (root / "broken").mkdir()
+    (root / "broken" / "README.md").touch()
+    (root / "empty").mkdir()
+    (root / "lost+found").mkdir(0)
     alive: list[weakref.ref[Any]] = []
     read = WeightsReader.read
 

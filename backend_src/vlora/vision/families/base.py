@@ -18,6 +18,7 @@ from PIL import Image
 from transformers import AutoImageProcessor
 
 from vlora.errors import InvalidArgument, in_one_line
+from vlora.model.folder_checks import warn_of_unread_settings
 from vlora.model.multimodal import MULTIMODAL
 from vlora.vision.images import DecodedImage
 
@@ -42,6 +43,7 @@ def _load_processor(checkpoint: Path, config: Any) -> Any:
             f"{checkpoint}: image processor {type(processor).__name__} has no"
             f" '{PROCESSOR_BACKEND}' backend, the only one that is supported"
         )
+    warn_of_unread_settings(checkpoint)
     return processor
 
 
