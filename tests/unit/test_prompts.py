@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +251,9 @@ def test_a_clip_is_printed_by_the_template_or_stands_in_its_place() -> None:
     for wrong in (Chat([message(CLIP, PICTURE)]), Chat([message(CLIP, CLIP)])):
         with pytest.raises(InvalidArgument, match="one clip, after all images"):
             render("chat", wrong, 1, 4, printing)
+    for task, template in product(("chat", "vqa"), (printing, replace(printing, clip_text=None))):
+        with pytest.raises(InvalidArgument, match="'video', but the request has no frames; send"):
+            render(task, Chat([message(CLIP, "x")]), 0, 0, template)
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,12 @@ class Chat:
             )
         return cls(messages, **flags)
 
+    @property
+    def has_clip(self) -> bool:
+        contents = (message["content"] for message in self.messages)
+        lists = (content for content in contents if not isinstance(content, str))
+        return any(part["type"] == "video" for content in lists for part in content)
+
 
 def _is_message(message: Any) -> bool:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):

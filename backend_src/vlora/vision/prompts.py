@@ -110,8 +110,13 @@ def render(
     Raises InvalidArgument for an unknown task, for a missing text, and if the text has placeholders
     but not one for each image and frame.
     """
-    if task == CHAT_TASK:
-        chat = text if isinstance(text, Chat) else Chat.parse(text)
+    chat = Chat.parse(text) if task == CHAT_TASK and isinstance(text, str) else text
+    if isinstance(chat, Chat) and chat.has_clip and not num_frames:
+        raise InvalidArgument(
+            "the messages have a part of type 'video', but the request has no frames; send them as"
+            " 'frames', or leave the part out"
+        )
+    if task == CHAT_TASK and isinstance(chat, Chat):
         return render_chat(chat, num_images, num_frames, template)
     if task not in TASKS:
         known = ", ".join((*TASKS, AUTO_TASK))
