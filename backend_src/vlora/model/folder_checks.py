@@ -294,7 +294,7 @@ def check_tokenizer(folder: Path) -> None:
 
 def check_weights(folder: Path, quantization: StoredQuantization | None) -> None:
     """Raise InvalidArgument, which names file and tensor, for a weight file that cannot be read,
-    and for quantized tensors that the description of the quantization does not explain.
+    and for tensors that the description of the quantization does not explain.
     """
     for file in weight_files(folder):
         opened = open_weights(file, "np")

@@ -150,6 +150,9 @@ def test_an_empty_folder_is_no_adapter_until_it_has_a_file(root: Path) -> None:
     (root / "new").mkdir()
     watched.look(0.0, 1.0)
     assert not watched.reported
+    named = find_folders(root, {"alias": "new"})
+    assert named["alias"] == root / "new"
+    assert "new" not in named
     write_adapter(root / "new", 1)
     watched.look(2.0, 3.0)
     assert "new" in watched.reported[-1]
