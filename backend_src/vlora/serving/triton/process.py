@@ -79,7 +79,7 @@ class TritonRegistry:
 
     def drop(self, name: str) -> None:
         # Triton keeps a metric until its family is deleted; deleting the metric alone does nothing.
-        del self._families[name]
+        self._families.pop(name, None)
 
     def _metric(
         self, name: str, help: str, kind: Any, labels: Mapping[str, str], **options: Any
