@@ -8,10 +8,11 @@ import math
 import pytest
 
 from tests.support.fakes import FakeRegistry
-from vlora.errors import BY_CODE, AdapterBroken, Internal, NotFound
+from vlora.errors import BY_CODE, AdapterBroken, Cancelled, Internal, NotFound
 from vlora.metrics import EncoderCounters, EngineStats
 from vlora.request import Output, Timings
 from vlora.serving.metrics import (
+    MAX_LINES,
     MAX_LORA_SERIES,
     MAX_LORA_TEXT,
     MAX_OBSERVED,
@@ -193,3 +194,26 @@ def test_each_code_is_exported_from_the_start() -> None:
     assert series["NOT_FOUND"].value == 2
     assert series["INTERNAL"].value == 1
     assert series["CANCELLED"].value == 0
+
+
+def test_each_refused_request_is_one_line_of_the_log_up_to_a_bound(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO")
+    now = 5.0
+    monkeypatch.setattr("vlora.serving.metrics.time.monotonic", lambda: now)
+    counts = ErrorCounts()
+    elsewhere = Internal("counted by another model")
+    elsewhere.counted_elsewhere = True
+    for error in (Cancelled("by its client"), elsewhere, NotFound("unknown\nadapter")):
+        counts.add(error, "client-7")
+    expected = r'refused: {"id": "client-7", "code": "NOT_FOUND", "message": "unknown\nadapter"}'
+    assert caplog.messages == [expected]
+    for _ in range(100):
+        counts.add(NotFound("x" * 5000))
+    assert len(caplog.messages) == MAX_LINES
+    assert len(caplog.messages[-1]) < MAX_REASON + 100
+    now = 6.0
+    counts.add(NotFound("?"))
+    assert caplog.messages[-1].endswith("(91 more before it)")
+    assert counts["NOT_FOUND"] == 102

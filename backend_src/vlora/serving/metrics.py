@@ -9,6 +9,7 @@ metric family is removed.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import threading
@@ -20,7 +21,7 @@ from types import SimpleNamespace
 from typing import ClassVar, NamedTuple, Protocol
 
 from vlora.engine.plan import Mode
-from vlora.errors import BY_CODE, VLoraError
+from vlora.errors import BY_CODE, Cancelled, VLoraError
 from vlora.metrics import EncoderCounters, EngineStats, Export, exported_stats, exports_of
 from vlora.request import Output
 
@@ -32,7 +33,8 @@ CATCH_UP_SECONDS = 0.1  # Age of the written statistics above which `catch_up` w
 # Series of a metric whose labels name adapters, and characters in the labels of these series.
 MAX_LORA_SERIES = 128
 MAX_LORA_TEXT = 256 * 1024
-MAX_REASON = 500  # Characters of the label that says why an adapter is broken.
+MAX_REASON = 500  # Characters of an error in a label or in a line of the log.
+MAX_LINES = 10  # Errors of one model that are logged in a second.
 MAX_OBSERVED = 65536  # Observations that wait to be written; beyond it, the oldest are dropped.
 # Upper bounds of the buckets for the latencies of a request, and for the time per output token.
 SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -188,20 +190,35 @@ class Refresher:
 
 
 class ErrorCounts:
-    """Number of errors that a process has sent, by code. Thread-safe.
+    """Number of errors that a process has sent, by code, with a log line for each. Thread-safe.
 
     Only the model that raised an error counts it, so the sum over models is that of failed
-    requests.
+    requests. Cancelled requests are not logged, nor more than MAX_LINES errors in a second.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
+        self._second = 0
+        self._in_second = 0
 
-    def add(self, error: VLoraError) -> None:
-        if not error.counted_elsewhere:
-            with self._lock:
-                self._counts[error.code] += 1
+    def add(self, error: VLoraError, request_id: str = "") -> None:
+        if error.counted_elsewhere:
+            return
+        with self._lock:
+            self._counts[error.code] += 1
+            if isinstance(error, Cancelled):
+                return
+            second, unlogged = int(time.monotonic()), 0
+            if second != self._second:
+                unlogged = max(self._in_second - MAX_LINES, 0)
+                self._second, self._in_second = second, 0
+            self._in_second += 1
+            if self._in_second > MAX_LINES:
+                return
+        line = {"id": request_id, "code": error.code, "message": error.message[:MAX_REASON]}
+        more = f" ({unlogged} more before it)" if unlogged else ""
+        log.info("refused: %s%s", json.dumps(line), more)
 
     def __getitem__(self, code: str) -> int:
         with self._lock:
