@@ -35,6 +35,16 @@ class InvalidArgument(VLoraError):
     code = "INVALID_ARG"
 
 
+class AdapterBroken(InvalidArgument):
+    """Raised for an adapter that cannot be loaded. A client sees its stable first word."""
+
+    word = "adapter_broken"
+
+    @property
+    def message(self) -> str:
+        return f"{self.word}: {self}"
+
+
 class OutOfMemory(InvalidArgument):
     """Raised if a model with the given options, or an adapter, does not fit the device."""
 

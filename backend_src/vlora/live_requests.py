@@ -38,6 +38,7 @@ class LiveRequest:
     id, client_id: the server's unique id, and the client's, by which `cancel` finds it, or empty.
     freshness: arrival, deadline and stream; set when the request begins to wait.
     size: bytes of the request's images, features and text.
+    moved_on: whether it does not wait here, because another part of the server works on it.
     pinned: whether it stays in its table until `remove`, because its bytes are still in use.
     cancelled: reason for which its owner must end the request, or None.
     sink: function that receives the engine's outputs; None until the request is submitted.
@@ -49,6 +50,7 @@ class LiveRequest:
         self.state = State.READING
         self.freshness = Freshness(-math.inf)
         self.size = 0
+        self.moved_on = False
         self.pinned = False
         self.cancelled: VLoraError | None = None
         self.sink: OutputSink | None = None
@@ -98,7 +100,10 @@ class RequestTable:
 
     @property
     def waiting(self) -> int:
-        return sum(request.state is State.WAITING for request in self)
+        """Number of requests that wait here for the next part of the server."""
+        return sum(
+            State.WAITING <= one.state <= State.SUBMITTED and not one.moved_on for one in self
+        )
 
     def add(self, request: LiveRequest, size: int = 0) -> None:
         """Add a request with `size` bytes. Raises the errors of `resize`, and keeps it even then.

@@ -39,12 +39,20 @@ class GrammarCounters:
 
 
 class Export(NamedTuple):
-    """Metric under which a statistic is published, a "counter" or "gauge"."""
+    """Metric under which a statistic is published: a "counter", a "gauge" or a "share".
+
+    A share is this process's part of a gauge to which several processes add.
+    """
 
     kind: str
     name: str
     help: str
 
+
+WAITING = Export("share", "vllm:num_requests_waiting", "Requests waiting in any model.")
+BEFORE_ENGINE = Export(
+    "gauge", "vlora:requests_before_engine", "Requests that wait in this model for the next part."
+)
 
 # Function that reads a value from `engine.parts.EngineParts`; a text is the path of an attribute.
 Read = Callable[[Any], Any]
@@ -90,6 +98,9 @@ class EngineStats:
     aborted: cancelled requests, including superseded and expired ones.
     mode: mode of the last step. `mode_steps` and `mode_seconds` count forward passes by mode.
     pages_used, pages_cached: pages of running requests, and those that only the prefix cache holds.
+    waiting, before_engine: requests that wait, and those of them that the engine does not have yet.
+        The engine itself counts only those that it has.
+    broken_adapters: the errors of the adapters that cannot be loaded, by name.
     running_adapters, waiting_adapters: number of requests by adapter name; "" is the base model.
     """
 
@@ -172,11 +183,8 @@ class EngineStats:
         "Requests being computed.",
         lambda engine: len(engine.scheduler.running),
     )
-    waiting: int = _gauge(
-        "vllm:num_requests_waiting",
-        "Requests waiting to be scheduled.",
-        lambda engine: len(engine.scheduler.waiting),
-    )
+    waiting: int = _row(WAITING, lambda engine: len(engine.scheduler.waiting), default=0)
+    before_engine: int = _row(BEFORE_ENGINE, None, default=0)
     pages_used: int = _value("memory.pool.kv")
     pages_total: int = _value("memory.pool.total")
     page_tokens: int = _value("memory.block_size")
@@ -200,6 +208,14 @@ class EngineStats:
         "vlora:adapters_known",
         "Adapters that requests can ask for.",
         lambda engine: len(engine.adapters.table.current),
+    )
+    adapters_broken: int = _gauge(
+        "vlora:adapters_broken",
+        "Adapters that cannot be loaded.",
+        lambda engine: len(engine.adapters.table.broken),
+    )
+    broken_adapters: Mapping[str, Exception] = _row(
+        None, "adapters.table.broken", default_factory=dict
     )
     adapter_host_bytes: int = _gauge(
         "vlora:adapter_host_bytes",

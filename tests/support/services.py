@@ -113,7 +113,7 @@ class LmmSetting(Setting):
             self._encode,
             self.pool,
             self.stamps,
-            observe=lambda: self.observed.append,
+            observe=lambda adapter: self.observed.append,
             cancel_elsewhere=self.passed_on.append,
             routes=routes,
             describe=lambda: '{"tasks": []}',

@@ -96,7 +96,10 @@ BAD = [
     Bad("metadata that is too big", "INVALID_ARG", "1048577.*1048576", {"metadata": "m" * 1048577}),
     sampling("an unknown adapter", "NOT_FOUND", "attention-r4", lora_name="unknown"),
     sampling(
-        "a broken adapter", "INVALID_ARG", "'broken': adapter_config.json", lora_name="broken"
+        "a broken adapter",
+        "INVALID_ARG",
+        "adapter_broken: adapter 'broken': adapter_config.json",
+        lora_name="broken",
     ),
     sampling("an adapter that is not a string", "INVALID_ARG", "must be a string", lora_name=3),
     sampling("an unknown key", "INVALID_ARG", "did you mean 'temperature'", temperatur=1),

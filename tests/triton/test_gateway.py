@@ -149,7 +149,7 @@ def test_a_conversation_goes_through_the_chat_template(gateway: Gateway) -> None
     ("fields", "status", "code", "param"),
     [
         ({"model": "nothing"}, 404, "NOT_FOUND", "model"),
-        ({"model": "broken"}, 400, "INVALID_ARG", None),
+        ({"model": "broken"}, 400, "adapter_broken", "model"),
         ({"temperature": -1}, 400, "INVALID_ARG", "temperature"),
         ({"n": 2}, 400, "UNSUPPORTED", "n"),
         ({"messages": question("x", b"no picture")}, 400, "INVALID_ARG", PICTURE),

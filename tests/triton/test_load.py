@@ -225,6 +225,36 @@ def test_a_failed_request_is_counted_as_one_error(ask: Asker) -> None:
     until(lambda: added() == expected)
 
 
+def test_requests_that_wait_anywhere_are_seen_in_one_series(ask: Asker) -> None:
+    """The encoder's queue has most of the requests with images, of which only 16 are decoded."""
+
+    def run(index: int) -> None:
+        ask.once(
+            "video_analytics", text_input="?", image=[picture((index, 9, k)) for k in range(9)]
+        )
+
+    def waiting() -> float:
+        found = [v for k, v in ask.metrics().items() if k.startswith("vllm:num_requests_waiting")]
+        assert len(found) == 1
+        return found[0]
+
+    def most() -> float:
+        with ThreadPoolExecutor(60) as pool:
+            requests = [pool.submit(run, index) for index in range(60)]
+            seen = [0.0]
+            while not all(request.done() for request in requests):
+                seen.append(waiting())
+                time.sleep(0.1)
+        return max(seen)
+
+    until(lambda: most() > 20)
+    until(lambda: waiting() == 0)
+    assert ask.metrics()['vlora:adapters_broken{model="lmm",version="1"}'] == 1
+    (series,) = (name for name in ask.metrics() if name.startswith("vlora:adapter_broken{"))
+    assert 'adapter="broken"' in series
+    assert "adapter_config.json" in series
+
+
 def test_two_hundred_concurrent_requests_are_all_answered(ask: Asker) -> None:
     """200 requests are more than the maximum number of calls of `lmm_unary`."""
     question = {"text_input": "What is this?", "image": picture((9, 9, 9))}

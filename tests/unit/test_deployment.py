@@ -15,10 +15,12 @@ from jsonschema import Draft7Validator
 from tests.support.dockerfile import read
 from tests.support.fakes import FakeRegistry
 from vlora.cli import app
+from vlora.errors import InvalidArgument
 from vlora.gateway.door import GatewayMetrics
 from vlora.launcher.assembly import KNOWN, unknown_variables
 from vlora.launcher.probe import ENSEMBLE, QUESTION, SAMPLING
 from vlora.metrics import EncoderCounters, EngineStats
+from vlora.request import Output
 from vlora.serving.metrics import EncoderExporter, EngineExporter, ErrorCounts, ErrorExporter
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +63,10 @@ def metrics_of(text: str) -> set[str]:
 def exported() -> set[str]:
     """Return the names of all metrics that a server and a gateway export."""
     registry = FakeRegistry()
-    EngineExporter(registry, {}, EngineStats, max_tokens=100).flush()
+    stats = EngineStats(broken_adapters={"a": InvalidArgument("?")})
+    engine = EngineExporter(registry, {}, lambda: stats, max_tokens=100)
+    engine.request("a")(Output("r", finish_reason="stop"))
+    engine.flush()
     EncoderExporter(registry, {}, EncoderCounters).flush()
     ErrorExporter(registry, {}, ErrorCounts()).flush()
     gateway = re.findall(r"^# TYPE (\S+)", GatewayMetrics().text().decode(), re.MULTILINE)

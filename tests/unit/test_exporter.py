@@ -8,13 +8,15 @@ import math
 import pytest
 
 from tests.support.fakes import FakeRegistry
-from vlora.errors import BY_CODE, Internal, NotFound
+from vlora.errors import BY_CODE, AdapterBroken, Cancelled, Internal, NotFound
 from vlora.metrics import EncoderCounters, EngineStats
 from vlora.request import Output, Timings
 from vlora.serving.metrics import (
+    MAX_LINES,
     MAX_LORA_SERIES,
     MAX_LORA_TEXT,
     MAX_OBSERVED,
+    MAX_REASON,
     EncoderExporter,
     EngineExporter,
     ErrorCounts,
@@ -28,7 +30,7 @@ def test_engine_metrics_have_the_values_of_the_statistics() -> None:
     exporter = EngineExporter(
         registry, {"model": "lmm"}, lambda: stats, max_tokens=1000, clock=lambda: 77.0
     )
-    observe = exporter.request()
+    observe = exporter.request(None)
     for total, new in ((0.5, (1,)), (0.75, (2,)), (1.5, (3, 4, 5))):
         timings = Timings(first_token=0.5, total=total)
         last = {"finish_reason": "stop", "num_output_tokens": 5, "num_input_tokens": 10}
@@ -72,7 +74,7 @@ def test_the_statistics_are_written_once_per_round_of_answers(
     exporter = EngineExporter(registry, {}, lambda: EngineStats(steps=next(steps)), 1000)
     for rounds in (1, 2):
         for number in range(3):
-            observe = exporter.request()
+            observe = exporter.request(None)
             observe(Output("r", token_ids=(1,)))
             observe(Output("r", token_ids=(2,), finish_reason="stop"))
             observed = registry["vllm:e2e_request_latency_seconds"].observed
@@ -106,6 +108,47 @@ def test_the_lora_metric_names_the_present_adapters_and_is_bounded(length: int) 
         }
 
 
+def series_of(registry: FakeRegistry, metric: str, *labels: str) -> dict[tuple[str, ...], float]:
+    """Return the values of a metric by those of these labels."""
+    found = ((dict(key[1]), value) for key, value in registry.metrics.items() if key[0] == metric)
+    return {tuple(given[label] for label in labels): one.value for given, one in found}
+
+
+def test_a_broken_adapter_is_exported_with_its_reason_until_it_is_mended() -> None:
+    registry = FakeRegistry()
+    broken = {"b": AdapterBroken("x" * 5000), "a": AdapterBroken("is missing")}
+    stats = EngineStats(broken_adapters=broken, adapters_broken=2)
+    exporter = EngineExporter(registry, {"model": "lmm"}, lambda: stats, 1000)
+    exporter.flush()
+    assert series_of(registry, "vlora:adapter_broken", "adapter", "reason") == {
+        ("a", "is missing"): 1,
+        ("b", "x" * MAX_REASON): 1,
+    }
+    stats = EngineStats(broken_adapters={f"c{index:04}": broken["a"] for index in range(500)})
+    exporter.flush()
+    assert len(series_of(registry, "vlora:adapter_broken", "adapter")) == MAX_LORA_SERIES
+    stats = EngineStats()
+    exporter.flush()
+    assert not series_of(registry, "vlora:adapter_broken", "adapter")
+
+
+def test_requests_are_counted_by_adapter_with_a_bounded_number_of_series() -> None:
+    registry = FakeRegistry()
+    exporter = EngineExporter(registry, {"model": "lmm"}, EngineStats, 1000)
+    answered = Output("r", finish_reason="stop", num_output_tokens=5, timings=Timings(total=2.0))
+    for adapter in (None, "a", "a", *(f"b{index}" for index in range(2 * MAX_LORA_SERIES))):
+        exporter.request(adapter)(answered)
+    exporter.request("a")(Output("r", error=Internal("?")))
+    exporter.request("a")(Output("r", token_ids=(1,)))
+    exporter.flush()
+    names = ("requests", "errors", "tokens", "seconds")
+    all_of = {name: series_of(registry, f"vlora:adapter_{name}_total", "adapter") for name in names}
+    assert [all_of[name]["a",] for name in names] == [3, 1, 10, 4.0]
+    assert [all_of[name]["(base model)",] for name in names] == [1, 0, 5, 2.0]
+    assert len(all_of["requests"]) == MAX_LORA_SERIES + 1
+    assert sum(all_of["requests"].values()) == 4 + 2 * MAX_LORA_SERIES
+
+
 def test_encoder_metrics_have_the_values_of_the_counters() -> None:
     registry = FakeRegistry()
     counters = EncoderCounters(images=5, hits=2, misses=3, batches=1)
@@ -123,7 +166,7 @@ def test_metrics_recover_from_an_exception_and_store_a_bounded_number_of_observa
     registry = FakeRegistry()
     stats = EngineStats(prompt_tokens=10)
     exporter = EngineExporter(registry, {}, lambda: stats, max_tokens=1000)
-    observe = exporter.request()
+    observe = exporter.request(None)
     broken = registry["vllm:prompt_tokens_total"]
     broken.error = RuntimeError("the server is busy")
     for _ in range(MAX_OBSERVED + 100):
@@ -151,3 +194,26 @@ def test_each_code_is_exported_from_the_start() -> None:
     assert series["NOT_FOUND"].value == 2
     assert series["INTERNAL"].value == 1
     assert series["CANCELLED"].value == 0
+
+
+def test_each_refused_request_is_one_line_of_the_log_up_to_a_bound(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO")
+    now = 5.0
+    monkeypatch.setattr("vlora.serving.metrics.time.monotonic", lambda: now)
+    counts = ErrorCounts()
+    elsewhere = Internal("counted by another model")
+    elsewhere.counted_elsewhere = True
+    for error in (Cancelled("by its client"), elsewhere, NotFound("unknown\nadapter")):
+        counts.add(error, "client-7")
+    expected = r'refused: {"id": "client-7", "code": "NOT_FOUND", "message": "unknown\nadapter"}'
+    assert caplog.messages == [expected]
+    for _ in range(100):
+        counts.add(NotFound("x" * 5000))
+    assert len(caplog.messages) == MAX_LINES
+    assert len(caplog.messages[-1]) < MAX_REASON + 100
+    now = 6.0
+    counts.add(NotFound("?"))
+    assert caplog.messages[-1].endswith("(91 more before it)")
+    assert counts["NOT_FOUND"] == 102

@@ -54,12 +54,21 @@ def test_a_newer_request_ends_only_older_ones_of_its_stream() -> None:
     line.add("new", 2.0, stream_id="s", supersede=True)
     assert set(line.ended) == {"old"}
     assert "stream 's' superseded" in str(line.ended["old"])
+    everywhere = registry["vllm:num_requests_waiting"]
+    everywhere.increment(10)  # By another process.
     exporter.flush()
     assert registry["vlora:requests_before_engine"].value == 4
+    assert everywhere.value == 14
     assert registry["vlora:requests_superseded_total"].value == 1
     assert registry["vlora:requests_expired_total"].value == 0
     assert not line.take("old")
     assert all(line.take(key) for key in ("other", "none", "newest", "new"))
+    for key in ("other", "none", "newest"):
+        found = line.table.get(key)
+        assert found is not None
+        found.moved_on = True
+    exporter.flush()
+    assert everywhere.value == 11
 
 
 def test_a_deadline_counts_from_the_arrival() -> None:

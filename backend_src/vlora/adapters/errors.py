@@ -17,7 +17,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from vlora.errors import InvalidArgument, OutOfMemory
+from vlora.errors import AdapterBroken, InvalidArgument, OutOfMemory
 from vlora.file_names import decoded
 
 log = logging.getLogger(__name__)
@@ -45,10 +45,17 @@ class ErrorFactory:
         """Return a factory of errors in another file of the same adapter."""
         return ErrorFactory(self.name, file)
 
-    def __call__(self, reason: str) -> InvalidArgument:
+    def unreadable(self, error: Exception) -> AdapterBroken:
+        """Return the error for a file that the system does not let this process read."""
+        if isinstance(error, PermissionError):
+            advice = "PEFT saves weights with mode 0600, so the server's user may need `chmod a+r`"
+            return self(f"cannot be read: permission denied; {advice}")
+        return self(f"cannot be read: {error}")
+
+    def __call__(self, reason: str) -> AdapterBroken:
         if len(reason) > MAX_REASON_CHARACTERS:
             reason = reason[: MAX_REASON_CHARACTERS - 1] + "…"
-        return InvalidArgument(as_text(f"adapter '{self.name}': {self._file} {reason}"))
+        return AdapterBroken(as_text(f"adapter '{self.name}': {self._file} {reason}"))
 
 
 def is_names(value: Any) -> bool:
@@ -71,7 +78,7 @@ def read_json(path: Path, invalid: ErrorFactory) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise invalid(f"is not valid JSON: {error}") from error
     except OSError as error:
-        raise invalid(f"cannot be read: {error}") from error
+        raise invalid.unreadable(error) from error
     if not isinstance(value, dict):
         raise invalid("must hold a JSON object")
     return value
@@ -86,7 +93,7 @@ def require_file(path: Path, invalid: ErrorFactory) -> None:
     except FileNotFoundError:
         raise invalid("is missing") from None
     except OSError as error:
-        raise invalid(f"cannot be read: {error}") from error
+        raise invalid.unreadable(error) from error
     if not stat.S_ISREG(kind):
         raise invalid("is not a regular file")
 

@@ -71,7 +71,7 @@ class WeightsFile:
         except SafetensorError as error:
             raise invalid(f"is not a complete safetensors file: {error}") from error
         except OSError as error:
-            raise invalid(f"cannot be read: {error}") from error
+            raise invalid.unreadable(error) from error
         self._declared = declared_tensors(self._header)
         self.shapes = {key: one.shape for key, one in sorted(self._declared.items())}
 
@@ -86,7 +86,7 @@ class WeightsFile:
         try:
             tensor: torch.Tensor = self._opened.get_tensor(key)
         except (SafetensorError, OSError) as error:
-            raise self._invalid(f"cannot be read: {error}") from error
+            raise self._invalid.unreadable(error) from error
         return tensor
 
     def read(self, key: str) -> torch.Tensor:
@@ -119,7 +119,7 @@ class WeightsFile:
         except EOFError:
             raise self._invalid("cannot be read: it ends early") from None
         except OSError as error:
-            raise self._invalid(f"cannot be read: {error}") from error
+            raise self._invalid.unreadable(error) from error
         return True
 
     def require_fits(self, keys: Iterable[str], max_bytes: int, others: int = 0) -> int:

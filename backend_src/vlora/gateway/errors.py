@@ -14,13 +14,14 @@ import grpc
 from starlette.responses import Response
 
 from vlora import strict_json
-from vlora.errors import VLoraError, from_message
+from vlora.errors import AdapterBroken, VLoraError, from_message
 from vlora.net import port_hint
 
 # HTTP status of each code. OpenAI's clients retry after 408, 409, 429 and 5xx.
 STATUSES = {
     "INVALID_ARG": 400,
     "UNSUPPORTED": 400,
+    AdapterBroken.word: 400,
     "UNAUTHENTICATED": 401,
     "PERMISSION_DENIED": 403,
     "NOT_FOUND": 404,
@@ -107,8 +108,9 @@ def from_server(error: VLoraError, fields: Container[str]) -> ApiError:
     `fields` that the message quotes becomes `param`.
     """
     quoted = (name for name in _QUOTED.findall(error.message) if name in fields)
-    param = "model" if error.code == "NOT_FOUND" else next(quoted, None)
-    return ApiError(error.code, error.message, param)
+    broken = error.message.startswith(f"{AdapterBroken.word}: ")
+    param = "model" if broken or error.code == "NOT_FOUND" else next(quoted, None)
+    return ApiError(AdapterBroken.word if broken else error.code, error.message, param)
 
 
 def from_grpc(error: Any) -> ApiError:

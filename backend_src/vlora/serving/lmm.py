@@ -58,7 +58,7 @@ class LmmService(Service):
 
     encode: returns the features of a request's images. The call blocks.
     pool: threads that call `encode` and submit long prompts, for requests that are admitted.
-    observe: returns a function that is called with every output of a new request.
+    observe: returns a function that is called with every output of a new request of an adapter.
     cancel_elsewhere: passes a cancelled id to `lmm_unary` and `vision_encoder`; blocks, may raise.
     routes: whether to choose an adapter for requests that name none.
     describe: returns the answer to a request with the input `describe`.
@@ -72,7 +72,7 @@ class LmmService(Service):
         encode: Encode,
         pool: Executor,
         stamps: ArrivalStamps,
-        observe: Callable[[], Observe] = lambda: lambda output: None,
+        observe: Callable[[str | None], Observe] = lambda adapter: lambda output: None,
         cancel_elsewhere: Callable[[str], None] = lambda client_id: None,
         routes: bool = False,
         describe: Callable[[], str] = lambda: "{}",
@@ -114,7 +114,9 @@ class LmmService(Service):
     def _encode_then_submit(self, request: ServedRequest, call: Call) -> None:
         size = request.size
         if call.raw_images:
+            request.moved_on = True
             features = self._encode(self._encoder_inputs(call), request.id)
+            request.moved_on = False
             size = features.features.nbytes
             call = replace(call, images=features, raw_images={})
         if self.table.take(request):
@@ -138,7 +140,7 @@ class LmmService(Service):
         info = None if name is None else self._engine.adapters.info(name)
         prepared, task = prepare(call, request.id, info, self._template)
         writer = AnswerWriter(call, task, prepared.sampling.stream_interval_ms / 1e3)
-        self._engine.submit(prepared, partial(self._answer, request, writer, self._observe()))
+        self._engine.submit(prepared, partial(self._answer, request, writer, self._observe(name)))
 
     def _answer(
         self, request: ServedRequest, writer: AnswerWriter, observe: Observe, output: Output

@@ -69,6 +69,7 @@ class LmmUnaryService(Service):
     def _relay(self, request: ServedRequest, inner: dict[str, Array]) -> None:
         if not self.table.take(request):
             return
+        request.moved_on = True
         inner[ARRIVAL_INPUT] = self._stamps.make(request.freshness.arrival)
         responses = [one for one in self._ask(inner, inner_id(request)) if one]
         if len(responses) != 1:

@@ -9,6 +9,7 @@ metric family is removed.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import threading
@@ -16,10 +17,11 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from types import SimpleNamespace
+from typing import ClassVar, NamedTuple, Protocol
 
 from vlora.engine.plan import Mode
-from vlora.errors import BY_CODE, VLoraError
+from vlora.errors import BY_CODE, Cancelled, VLoraError
 from vlora.metrics import EncoderCounters, EngineStats, Export, exported_stats, exports_of
 from vlora.request import Output
 
@@ -28,8 +30,11 @@ log = logging.getLogger(__name__)
 REFRESH_SECONDS = 1.0
 
 CATCH_UP_SECONDS = 0.1  # Age of the written statistics above which `catch_up` writes them.
-MAX_LORA_SERIES = 128  # Series of `vllm:lora_requests_info`.
-MAX_LORA_TEXT = 256 * 1024  # Characters in the labels of these series, above which all are removed.
+# Series of a metric whose labels name adapters, and characters in the labels of these series.
+MAX_LORA_SERIES = 128
+MAX_LORA_TEXT = 256 * 1024
+MAX_REASON = 500  # Characters of an error in a label or in a line of the log.
+MAX_LINES = 10  # Errors of one model that are logged in a second.
 MAX_OBSERVED = 65536  # Observations that wait to be written; beyond it, the oldest are dropped.
 # Upper bounds of the buckets for the latencies of a request, and for the time per output token.
 SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -69,11 +74,11 @@ class Registry(Protocol):
         self, name: str, help: str, labels: Mapping[str, str], buckets: Sequence[float]
     ) -> Metric: ...
     def drop(self, name: str) -> None:
-        """Remove a family. Its metrics must not be used any more."""
+        """Remove a family, if there is one. Its metrics must not be used any more."""
 
 
 class Level:
-    """A gauge or counter that is set to absolute values. Only changes are sent, as messages."""
+    """A metric that is set to absolute values. Only changes are sent, as messages."""
 
     def __init__(self, metric: Metric) -> None:
         self._metric = metric
@@ -87,8 +92,22 @@ class Level:
     def raise_to(self, total: float) -> None:
         """Increment a counter so that it has this total."""
         if total > self._value:
-            self._metric.increment(total - self._value)
-            self._value = total
+            self.share(total)
+
+    def share(self, value: float) -> None:
+        """Set this process's share of a gauge to which other processes add theirs."""
+        if value != self._value:
+            self._metric.increment(value - self._value)
+            self._value = value
+
+
+def level(registry: Registry, labels: Mapping[str, str], export: Export) -> Callable[[float], None]:
+    """Return a function that sets a metric to absolute values."""
+    kind, name, text = export
+    if kind == "counter":
+        return Level(registry.counter(name, text, labels)).raise_to
+    gauge = Level(registry.gauge(name, text, labels))
+    return gauge.share if kind == "share" else gauge.set
 
 
 class Levels:
@@ -97,12 +116,9 @@ class Levels:
     def __init__(
         self, registry: Registry, labels: Mapping[str, str], exports: Mapping[str, Export]
     ) -> None:
-        self._writes: dict[str, Callable[[float], None]] = {}
-        for attribute, (kind, name, text) in exports.items():
-            if kind == "gauge":
-                self._writes[attribute] = Level(registry.gauge(name, text, labels)).set
-            else:
-                self._writes[attribute] = Level(registry.counter(name, text, labels)).raise_to
+        self._writes = {
+            attribute: level(registry, labels, export) for attribute, export in exports.items()
+        }
 
     def write(self, stats: object) -> None:
         for attribute, write in self._writes.items():
@@ -174,20 +190,35 @@ class Refresher:
 
 
 class ErrorCounts:
-    """Number of errors that a process has sent, by code. Thread-safe.
+    """Number of errors that a process has sent, by code, with a log line for each. Thread-safe.
 
     Only the model that raised an error counts it, so the sum over models is that of failed
-    requests.
+    requests. Cancelled requests are not logged, nor more than MAX_LINES errors in a second.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
+        self._second = 0
+        self._in_second = 0
 
-    def add(self, error: VLoraError) -> None:
-        if not error.counted_elsewhere:
-            with self._lock:
-                self._counts[error.code] += 1
+    def add(self, error: VLoraError, request_id: str = "") -> None:
+        if error.counted_elsewhere:
+            return
+        with self._lock:
+            self._counts[error.code] += 1
+            if isinstance(error, Cancelled):
+                return
+            second, unlogged = int(time.monotonic()), 0
+            if second != self._second:
+                unlogged = max(self._in_second - MAX_LINES, 0)
+                self._second, self._in_second = second, 0
+            self._in_second += 1
+            if self._in_second > MAX_LINES:
+                return
+        line = {"id": request_id, "code": error.code, "message": error.message[:MAX_REASON]}
+        more = f" ({unlogged} more before it)" if unlogged else ""
+        log.info("refused: %s%s", json.dumps(line), more)
 
     def __getitem__(self, code: str) -> int:
         with self._lock:
@@ -235,6 +266,8 @@ class EngineExporter(Exporter):
         self._written = -math.inf
         self._stats_written = False
         self._lora = _LoraInfo(registry)
+        self._broken = _BrokenAdapters(registry, labels)
+        self._adapters = _ByAdapter(registry, labels)
         self._levels = Levels(registry, labels, exported_stats())
         blocks = Export("gauge", "nv_trt_llm_kv_cache_block_metrics", "KV cache blocks.")
         self._blocks = [
@@ -252,8 +285,11 @@ class EngineExporter(Exporter):
             for name, (text, buckets) in HISTOGRAMS.items()
         }
 
-    def request(self) -> Callable[[Output], None]:
-        """Return a function to call with each output of one request, in order. It never raises."""
+    def request(self, adapter: str | None) -> Callable[[Output], None]:
+        """Return a function to call with each output of one request, in order. It never raises.
+
+        adapter: name of the request's adapter; None for the base model.
+        """
         last: float | None = None
 
         def observe(output: Output) -> None:
@@ -273,6 +309,7 @@ class EngineExporter(Exporter):
                 self._observe("request_generation_tokens", output.num_output_tokens)
                 self._observe("request_params_n", 1)
             if output.finished:
+                self._adapters.count(adapter, output)
                 self._safely(self._write_observed if self._stats_written else self._write_once)
 
         return observe
@@ -293,6 +330,7 @@ class EngineExporter(Exporter):
         for mode, levels in self._modes.items():
             levels.write(ModeStats.of(stats, mode))
         self._lora.update(stats, self._clock())
+        self._broken.update(stats.broken_adapters)
         self._written = time.monotonic()
         self._write_observed()
 
@@ -303,6 +341,7 @@ class EngineExporter(Exporter):
         self._stats_written = True
 
     def _write_observed(self) -> None:
+        self._adapters.write()
         while self._observed:
             metric, value = self._observed.popleft()
             metric.observe(value)
@@ -338,6 +377,68 @@ class _LoraInfo:
             self._series[key] = self._registry.gauge(self.NAME, self.HELP, labels)
             self._text += sum(map(len, key))
         self._series[key].set(now)
+
+
+class _BrokenAdapters:
+    """The metric `vlora:adapter_broken`, whose series name the broken adapters and the reasons."""
+
+    NAME = "vlora:adapter_broken"
+    HELP = f"1 for each adapter that cannot be loaded, at most {MAX_LORA_SERIES} of them."
+
+    def __init__(self, registry: Registry, labels: Mapping[str, str]) -> None:
+        self._registry = registry
+        self._labels = labels
+        self._present: Mapping[str, Exception] = {}
+
+    def update(self, broken: Mapping[str, Exception]) -> None:
+        if broken == self._present:
+            return
+        self._present = broken
+        # The server removes a series only with its family.
+        self._registry.drop(self.NAME)
+        for name in sorted(broken)[:MAX_LORA_SERIES]:
+            labels = {**self._labels, "adapter": name, "reason": str(broken[name])[:MAX_REASON]}
+            self._registry.gauge(self.NAME, self.HELP, labels).set(1)
+
+
+class _ByAdapter:
+    """Counters of ended requests by adapter. Thread-safe.
+
+    The first MAX_LORA_SERIES adapters have their own series, all later ones share one.
+    """
+
+    EXPORTS: ClassVar = {
+        "requests": Export("counter", "vlora:adapter_requests_total", "Ended requests."),
+        "errors": Export("counter", "vlora:adapter_errors_total", "Requests ended by an error."),
+        "tokens": Export("counter", "vlora:adapter_tokens_total", "Tokens generated."),
+        "seconds": Export("counter", "vlora:adapter_seconds_total", "Seconds of all requests."),
+    }
+
+    def __init__(self, registry: Registry, labels: Mapping[str, str]) -> None:
+        self._registry = registry
+        self._labels = labels
+        self._lock = threading.Lock()
+        self._totals: dict[str, dict[str, float]] = {}
+        self._levels: dict[str, Levels] = {}
+
+    def count(self, adapter: str | None, output: Output) -> None:
+        """Count a request by its last output."""
+        with self._lock:
+            name = adapter or "(base model)"
+            if name not in self._totals and len(self._totals) >= MAX_LORA_SERIES:
+                name = "(others)"
+            total = self._totals.setdefault(name, dict.fromkeys(self.EXPORTS, 0.0))
+            total["requests"] += 1
+            total["errors"] += output.error is not None
+            total["tokens"] += output.num_output_tokens
+            total["seconds"] += output.timings.total
+
+    def write(self) -> None:
+        for name, totals in list(self._totals.items()):
+            if name not in self._levels:
+                labels = {**self._labels, "adapter": name}
+                self._levels[name] = Levels(self._registry, labels, self.EXPORTS)
+            self._levels[name].write(SimpleNamespace(**totals))
 
 
 def _named(adapters: Mapping[str, int]) -> str:

@@ -17,11 +17,11 @@ from typing import Any
 from vlora.config import Limits
 from vlora.errors import Cancelled, Unavailable
 from vlora.live_requests import LiveRequest, RequestTable
-from vlora.metrics import EngineStats, exported_stats
+from vlora.metrics import BEFORE_ENGINE, WAITING, EngineStats, exported_stats
 from vlora.request import Freshness
 from vlora.serving.arrivals import ArrivalStamps
 from vlora.serving.codec import is_cancel
-from vlora.serving.metrics import Exporter, Level, Registry
+from vlora.serving.metrics import Exporter, Levels, Registry, level
 from vlora.serving.responder import Responder, as_vlora_error
 from vlora.serving.tensors import Tensors
 
@@ -146,9 +146,11 @@ class Service(ABC):
 
 
 def with_waiting(stats: EngineStats, table: RequestTable) -> EngineStats:
-    """Return a copy of `stats` whose counts include the requests that were ended as they waited."""
+    """Return a copy of `stats` whose counts include the requests that the engine does not have."""
     return replace(
         stats,
+        waiting=stats.waiting + table.waiting,
+        before_engine=table.waiting,
         superseded=stats.superseded + table.superseded,
         expired=stats.expired + table.expired,
         aborted=stats.aborted + table.superseded + table.expired,
@@ -161,18 +163,12 @@ class WaitingExporter(Exporter):
     def __init__(self, registry: Registry, labels: Mapping[str, str], table: RequestTable) -> None:
         super().__init__()
         self._table = table
-        self._length = Level(
-            registry.gauge(
-                "vlora:requests_before_engine", "Requests that wait in this model.", labels
-            )
-        )
+        # Readers of this metric expect one series, that of the engine's model.
+        self._share = level(registry, {**labels, "model": "lmm"}, WAITING)
         exports = exported_stats()
-        self._counters = {
-            name: Level(registry.counter(exports[name].name, exports[name].help, labels))
-            for name in ("superseded", "expired")
-        }
+        own = {name: exports[name] for name in ("superseded", "expired")}
+        self._levels = Levels(registry, labels, {"waiting": BEFORE_ENGINE, **own})
 
     def _write(self) -> None:
-        self._length.set(self._table.waiting)
-        for name, counter in self._counters.items():
-            counter.raise_to(getattr(self._table, name))
+        self._share(self._table.waiting)
+        self._levels.write(self._table)

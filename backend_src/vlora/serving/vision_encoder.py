@@ -169,6 +169,7 @@ class VisionService(Service):
             for request, adapter, content in part:
                 if not self.table.take(request):
                     continue
+                request.moved_on = True
                 try:
                     adapters.append(self._part_of(adapter))
                 except BaseException as error:  # A panic of a Rust library is not an Exception.

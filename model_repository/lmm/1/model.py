@@ -59,7 +59,7 @@ class TritonPythonModel:
             self._process.calls.encode_images,
             self._pool,
             ArrivalStamps.of_this_server(),
-            observe=(lambda: lambda output: None) if exporter is None else exporter.request,
+            observe=(lambda adapter: lambda output: None) if exporter is None else exporter.request,
             cancel_elsewhere=self._process.calls.cancel,
             routes=options.route_adapters,
             describe=ServerDescription(

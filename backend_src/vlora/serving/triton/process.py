@@ -79,7 +79,7 @@ class TritonRegistry:
 
     def drop(self, name: str) -> None:
         # Triton keeps a metric until its family is deleted; deleting the metric alone does nothing.
-        del self._families[name]
+        self._families.pop(name, None)
 
     def _metric(
         self, name: str, help: str, kind: Any, labels: Mapping[str, str], **options: Any
@@ -149,8 +149,9 @@ class TritonProcess:
         for request in requests:
             responder = TritonResponder(request, self._errors)
             try:
+                responder.id = id_of(request)
                 parameters = parameters_of(request, self.options.limits)
-                arguments = inputs_of(request), parameters, id_of(request)
+                arguments = inputs_of(request), parameters, responder.id
             except Exception as error:
                 responder.fail(as_vlora_error(error, "reading the request"))
             else:

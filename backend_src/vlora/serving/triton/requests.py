@@ -57,9 +57,9 @@ def to_triton(tensors: Tensors) -> list[Any]:
     return [pb_utils.Tensor(name, value) for name, value in tensors.items()]
 
 
-def make_error_response(error: VLoraError, counts: ErrorCounts) -> Any:
+def make_error_response(error: VLoraError, counts: ErrorCounts, request_id: str = "") -> Any:
     """Return a Triton response for `error`, with its code in the message, too, and count it."""
-    counts.add(error)
+    counts.add(error, request_id)
     code = getattr(pb_utils.TritonError, error.code)
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(to_message(error), code))
 
@@ -68,6 +68,7 @@ class TritonResponder:
     """Answers one request through its response sender.
 
     errors: counts the errors that are sent.
+    id: the client's id of the request, once it is read.
 
     **Invariant:** the sender is not used after the final response, because Triton frees what
     `is_cancelled` reads. A lock keeps `send` and `is_cancelled` from running at the same time.
@@ -76,6 +77,8 @@ class TritonResponder:
     Triton's `send` would drop other outputs, and free their arrays without holding the GIL
     (python_backend issue 390).
     """
+
+    id = ""
 
     def __init__(self, request: Any, errors: ErrorCounts) -> None:
         self._sender = request.get_response_sender()
@@ -93,7 +96,7 @@ class TritonResponder:
     def fail(self, error: VLoraError) -> None:
         """Send `error` as the final response. The request ends even if sending fails."""
         try:
-            self._send(make_error_response(error, self._errors), final=True)
+            self._send(make_error_response(error, self._errors, self.id), final=True)
         except Exception:
             log.exception("could not send an error; the request ends without a response")
             self._end()
