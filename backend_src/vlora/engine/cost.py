@@ -263,12 +263,13 @@ class CostModel:
         return fixed, profile.adapter_element_row * factors
 
     def switch(self, live: int, to: int) -> float:
+        return sum(self.merge(slot) for slot in self.merges(live, to))
+
+    def merge(self, slot: int) -> float:
+        """Return the time of adding the product B·A of the adapter in this slot to the weights."""
         fixed, per_product = self.profile.merge
-        factor = self.corrections.merges.factor
-        return sum(
-            (fixed + per_product * self.sizes(slot).product) * factor
-            for slot in self.merges(live, to)
-        )
+        product = self.sizes(slot).product
+        return (fixed + per_product * product) * self.corrections.merges.factor
 
     def merges(self, live: int, to: int) -> set[int]:
         """Return the slots whose products B·A a switch adds to or subtracts from the weights.
@@ -313,6 +314,14 @@ class CostModel:
             return 0.0
         return self.profile.adapter_element_row * self.sizes(slot).factors * rows
 
+    def adapters(self, rows_of: Mapping[int, int], live: int) -> float:
+        """Return the time of the LoRA operator in a step; `rows_of`: number of rows by slot."""
+        rows = rows_by_adapter(rows_of, live)
+        calls = self.profile.lora_calls if rows else 0.0
+        return calls + sum(
+            self.read_adapter(slot) + self.apply_adapter(slot, n) for slot, n in rows.items()
+        )
+
     # -- the sum of a step -------------------------------------------------------------------
 
     def _uncorrected(self, parts: Sequence[Part], live: int) -> tuple[float, StepKind]:
@@ -324,15 +333,8 @@ class CostModel:
             answers += answered
             attention += self.attention(rows, context)
         rows = sum(rows_of.values())
-        seconds = self.products(rows, answers) + attention + self._adapters(rows_of, live)
+        seconds = self.products(rows, answers) + attention + self.adapters(rows_of, live)
         return seconds, _kind(rows, len(parts), adapted=bool(rows_of.keys() - {live}))
-
-    def _adapters(self, rows_of: Mapping[int, int], live: int) -> float:
-        rows = rows_by_adapter(rows_of, live)
-        calls = self.profile.lora_calls if rows else 0.0
-        return calls + sum(
-            self.read_adapter(slot) + self.apply_adapter(slot, n) for slot, n in rows.items()
-        )
 
     def _products_at(self, rows: int) -> float:
         # Cached, because policies need it for each request in each step.

@@ -1,101 +1,155 @@
-"""The policy that maximizes the predicted gain per second of a step, and merges an adapter if that
-saves time.
+"""First come, first served, in steps as short as throughput allows, merging an adapter if it pays.
 
-It goes beyond the paper (decision 43). A request's part of the gain is the share of its remaining
-work that the step completes, times its weight. The gain of a step is the sum of these parts.
-
-- A decoding request is added if the step reads its adapter anyway, because a row costs little.
-- Any other decoding request causes its adapter to be read. It is added only if it raises the gain
-  per second.
-- A prompt delays all requests of the step. It is added only if it raises the gain per second.
-  Prompts with the least remaining work are tried first.
+It goes beyond the paper (decision 43). The rows of a prompt delay each answer that is decoded in
+the same step. Above some number of rows, a step computes no more rows per second. So prompts are
+computed one after another, in the smallest chunks that cost no more than a given share of the
+throughput. Requests keep the order of `unmerge_only`: none waits for a later one.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from vlora.config import Options
-from vlora.engine.cost import CostModel, applied_adapters
+from vlora.engine.cost import CostModel
 from vlora.engine.policies.base import Candidate, Choice, Order
 from vlora.ids import BASE
 
 # A request is urgent if the time to its deadline is at most this multiple of the predicted time of
 # its remaining work.
 URGENT_FACTOR = 2.0
-# Take the smallest chunk with this share of the best gain: others wait meanwhile.
-ENOUGH_GAIN = 0.97
-FULL_ROWS = 64  # Rows of a step that is assumed to use the processor fully.
-# Worth of a prompt row, in rows of an answer: requests decode together only once their prompts are
-# complete. On the policy benchmark's traces, 2 to 8 performed equally, less was worse.
-PROMPT_WORTH = 2.0
-# Expected decode steps shared with the present requests, as a share of the maximum.
-SHARED_STEPS = 0.5
-MAX_REFUSALS = 64  # Number of rejected prompts after which a step considers no further prompts.
-# Prefill chunks to compare with the whole rest. Smaller ones cost more than they gain.
-CHUNK_ROWS = (128, 256, 512, 1024, 2048)
+CHUNK_ROWS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+# Weight of the latest merge in the trust, its limits, and how fast a step restores it towards 1.
+TRUST_WEIGHT, TRUST_LIMITS, TRUST_RECOVERY = 0.3, (-1.0, 1.5), 0.0005
 
 
 class Predictive:
     """The predictive policy (see the module's docstring).
 
-    max_wait: requests that have waited longer than this go first, whatever they cost.
+    max_wait: requests that have waited longer than this go first, whatever their priority.
+    throughput_loss: share of the throughput that shorter steps may cost.
+    merging: the choice of the adapter to merge, which also measures its gains.
     """
 
     uses_costs = True
     merges = True
     orders = (Order.WAIT, Order.PRIORITY, Order.DEADLINE)
 
-    def __init__(self, max_batch: int, max_rows: int, max_wait: float, costs: CostModel) -> None:
+    def __init__(
+        self,
+        max_batch: int,
+        max_rows: int,
+        max_wait: float,
+        throughput_loss: float,
+        costs: CostModel,
+    ) -> None:
         self.max_batch = max_batch
+        self.merging = GainfulMerging(costs)
         self._max_rows = max_rows
         self._max_wait = max_wait
+        self._loss = throughput_loss
         self._costs = costs
 
     def choose(self, ready: Sequence[Candidate], live: int, now: float) -> Choice:
-        next_live = self._best_live(ready, live)
-        work = _RemainingWork(self._costs)
-        overdue: list[Candidate] = []
-        urgent: list[Candidate] = []
-        decoding: list[Candidate] = []
-        prompts: list[Candidate] = []
-        for r in ready:
-            if r.wait > self._max_wait:
-                overdue.append(r)
-            elif r.deadline < math.inf and r.deadline - now <= URGENT_FACTOR * work.seconds(r):
-                urgent.append(r)
-            else:
-                (decoding if r.missing == 1 else prompts).append(r)
-        overdue.sort(key=lambda r: -r.wait)
-        urgent.sort(key=lambda r: r.deadline)
-        step = _PlannedStep(self._costs, next_live, self._max_rows, Counter(r.slot for r in ready))
-        for r in [*overdue, *urgent][: self.max_batch]:
-            step.take(r, r.missing)
-        decoding.sort(key=lambda r: (r.priority, r.remaining))
-        for r in decoding:
-            if len(step.order) == self.max_batch:
-                break
-            if not step.take_decode_row(r):
-                step.consider(r)
-        if len(step.order) < self.max_batch:
-            self._add_prompts(prompts, work, step)
-        return Choice(tuple(step.order), next_live, step.rows)
-
-    def _add_prompts(
-        self, prompts: list[Candidate], work: _RemainingWork, step: _PlannedStep
-    ) -> None:
-        prompts.sort(key=lambda r: (r.priority, work.seconds(r)))
-        refused = 0
+        order = sorted(ready, key=lambda r: self._rank(r, now))[: self.max_batch]
+        rows = {r.id: 1 for r in order if r.missing == 1}
+        prompts = [r for r in order if r.missing > 1]
+        available = self._prompt_rows(len(rows), prompts)
         for r in prompts:
-            if len(step.order) == self.max_batch or refused == MAX_REFUSALS:
-                break
-            refused += not step.consider(r)
+            if count := min(r.missing, available):
+                rows[r.id] = count
+                available -= count
+        chosen = tuple(r for r in order if r.id in rows)
+        return Choice(chosen, self.merging.choose(ready, chosen, rows, live), rows)
 
-    def _best_live(self, ready: Sequence[Candidate], live: int) -> int:
-        """Return the adapter whose merge saves the most time over the remaining work, or BASE.
+    def _rank(self, r: Candidate, now: float) -> tuple[float, ...]:
+        is_urgent = r.deadline - now <= URGENT_FACTOR * self._remaining_seconds(r)
+        deadline = r.deadline if is_urgent else math.inf
+        if r.wait > self._max_wait:
+            return -1, deadline, 0, not r.holds_pages, r.arrival
+        return 0, deadline, r.priority, not r.holds_pages, r.arrival
+
+    def _remaining_seconds(self, r: Candidate) -> float:
+        if r.deadline == math.inf:
+            return 0.0
+        return self._costs.products(r.missing, 1) + r.remaining * self._costs.products(1, 1)
+
+    def _prompt_rows(self, decoding: int, prompts: Sequence[Candidate]) -> int:
+        """Return the number of prompt rows of a step with so many decoding requests."""
+        most = min(self._max_rows - decoding, sum(r.missing for r in prompts))
+        if most <= 0:
+            return 0
+        longest = (1 + self._loss) * self._row_seconds(decoding + most)
+        few = (n for n in CHUNK_ROWS if n < most and self._row_seconds(decoding + n) <= longest)
+        # A prompt that delays no answer is not divided.
+        least = 0 if decoding else prompts[0].missing
+        return max(next(few, most), min(least, most))
+
+    def _row_seconds(self, rows: int) -> float:
+        return (self._costs.products(rows, 1) + self._costs.overhead(1)) / rows
+
+
+class GainfulMerging:
+    """Chooses the adapter to merge by the predicted gain, corrected by the gains of earlier merges.
+
+    predicted_gain, realised_gain: seconds that all ended merges were predicted to save, and have
+        saved, after the time of the switches.
+    """
+
+    def __init__(self, costs: CostModel) -> None:
+        self.predicted_gain = 0.0
+        self.realised_gain = 0.0
+        self._costs = costs
+        # Factor of predicted savings: an average of realised over predicted gains.
+        self._trust = 1.0
+        self._merged = BASE
+        self._predicted = self._realised = self._peak = 0.0
+
+    def choose(
+        self,
+        ready: Sequence[Candidate],
+        chosen: Sequence[Candidate],
+        rows: Mapping[str, int],
+        live: int,
+    ) -> int:
+        """Return the adapter that should be live in a step with these rows, or BASE."""
+        best, gain = self._best(ready, live)
+        if best == self._merged and self._disappoints():
+            best = BASE
+        if self._merged not in (BASE, best):
+            self._learn()
+        if best not in (BASE, self._merged):
+            self._predicted = gain
+            self._realised = self._peak = -self._costs.switch(live, best)
+        self._merged = best
+        if best != BASE:
+            rows_of: Counter[int] = Counter()
+            for r in chosen:
+                rows_of[r.slot] += rows[r.id]
+            self._realised += self._costs.adapters(rows_of, BASE)
+            self._realised -= self._costs.adapters(rows_of, best)
+            self._peak = max(self._peak, self._realised)
+        self._trust += TRUST_RECOVERY * (1.0 - self._trust)
+        return best
+
+    def _disappoints(self) -> bool:
+        """Return whether the present merge has lost as much as another one would cost."""
+        # This bounds the loss of a wrong prediction, whatever caused it.
+        loss = self._peak - self._realised
+        return self._merged != BASE and loss > self._costs.merge(self._merged)
+
+    def _learn(self) -> None:
+        least, most = TRUST_LIMITS
+        ratio = min(max(self._realised / self._predicted, least), most)
+        self._trust += TRUST_WEIGHT * (ratio - self._trust)
+        self.predicted_gain += self._predicted
+        self.realised_gain += self._realised
+
+    def _best(self, ready: Sequence[Candidate], live: int) -> tuple[int, float]:
+        """Return the adapter whose merge saves the most time over the remaining work, or BASE, and
+        the seconds that it saves.
 
         A merge saves reading the adapter and applying it to the rows of its own requests. It also
         saves the calls of the LoRA operator in steps without other adapters. It costs the switch,
@@ -116,172 +170,18 @@ class Predictive:
             saved = self._costs.apply_adapter(slot, 2 * rows[slot] - total)
             per_step = self._costs.read_adapter(slot) + self._costs.lora_calls()
             saved += per_step * (steps[slot] - other_steps)
-            gain = saved - self._costs.switch(live, slot)
+            trusted = max(min(self._trust, 1.0), 0.0) * saved if saved > 0.0 else saved
+            gain = trusted - self._costs.switch(live, slot)
             if gain > best_gain:
                 best, best_gain = slot, gain
-        return best
-
-
-class _RemainingWork:
-    """Remaining work of requests in seconds if all steps had FULL_ROWS rows. Made once per step."""
-
-    def __init__(self, costs: CostModel) -> None:
-        self._costs = costs
-        self._row_seconds = costs.products(FULL_ROWS, 1) / FULL_ROWS
-        # Predicted seconds per row of a request, by slot, including its adapter.
-        self._adapted_row_seconds: dict[int, float] = {}
-
-    def seconds(self, r: Candidate) -> float:
-        rows = r.missing + r.remaining
-        per_row = self._adapted_row_seconds.get(r.slot)
-        if per_row is None:
-            per_row = self._row_seconds + self._costs.apply_adapter(r.slot, 1)
-            self._adapted_row_seconds[r.slot] = per_row
-        return rows * per_row + self._costs.attention(rows, r.context)
-
-
-class _PlannedStep:
-    """A step to which requests are added one by one.
-
-    Whether `consider` adds a request, the time to read its adapter is divided by the adapter's
-    requests. Otherwise the first one would bear the whole time.
-    """
-
-    def __init__(
-        self, costs: CostModel, live: int, max_rows: int, requests_by_slot: Mapping[int, int]
-    ) -> None:
-        self._costs = costs
-        self._live = live
-        self._free_rows = max_rows
-        self._requests_by_slot = requests_by_slot
-        self._lora_calls = costs.lora_calls()
-        self._single_step = costs.products(1, 1) + costs.overhead(1)
-        # Requests with an adapter applied to their rows.
-        self._adapted = sum(n for slot, n in requests_by_slot.items() if slot != live)
-        self._read: set[int] = set()  # Slots of the adapters that the requests taken so far use.
-        # Seconds per row by slot, for slots whose applied adapters are all in `_read`.
-        self._row_seconds: dict[int, float] = {}
-        self._applied: dict[int, tuple[tuple[int, float, float], ...]] = {}
-        self._row_count = self._answers = self._longest = 0
-        self._gain = 0.0
-        self._other_seconds = 0.0  # Time of attention and of adapters.
-        self.order: list[Candidate] = []
-        self.rows: dict[str, int] = {}
-
-    def take_decode_row(self, r: Candidate) -> bool:
-        """Take one row of a decoding request if the step reads the request's adapters already and
-        has a free row. Returns whether the step reads these adapters.
-        """
-        seconds = self._row_seconds.get(r.slot)
-        if seconds is None:
-            applied = self._adapters_of(r.slot)
-            if any(slot not in self._read for slot, _, _ in applied):
-                return False
-            seconds = self._row_seconds[r.slot] = sum(per_row for _, _, per_row in applied)
-        if self._free_rows:
-            self._add(r, 1, seconds)
-        return True
-
-    def consider(self, r: Candidate) -> bool:
-        """Take a chunk if that raises the step's gain per second; return whether one was taken."""
-        available = min(r.missing, self._free_rows)
-        if available == 0:
-            return False
-        rate = self._gain / self._seconds() if self.order else 0.0
-        chunks = (*CHUNK_ROWS[: bisect_left(CHUNK_ROWS, available)], available)
-        fixed, per_row = self._adapter_seconds(r.slot, shared=True)
-        rates = [(self._rate_with(r, rows, fixed + per_row * rows, rate), rows) for rows in chunks]
-        best = max(new_rate for new_rate, _ in rates)
-        if best <= rate:
-            return False
-        enough = rate + ENOUGH_GAIN * (best - rate)
-        self.take(r, next(rows for new_rate, rows in rates if new_rate >= enough))
-        return True
-
-    def take(self, r: Candidate, rows: int) -> None:
-        rows = min(rows, self._free_rows)
-        if rows == 0:
-            return
-        fixed, per_row = self._adapter_seconds(r.slot, shared=False)
-        self._read.update(slot for slot, _, _ in self._adapters_of(r.slot))
-        self._add(r, rows, fixed + per_row * rows)
-
-    def _add(self, r: Candidate, rows: int, adapter_seconds: float) -> None:
-        self._other_seconds += self._costs.attention(rows, r.context) + adapter_seconds
-        self._gain += _gain_of(r, rows)
-        self._row_count += rows
-        self._answers += rows == r.missing
-        self._longest = max(self._longest, r.remaining)
-        self._free_rows -= rows
-        self.order.append(r)
-        self.rows[r.id] = rows
-
-    def _seconds(self, rows: int = 0, answers: int = 0, requests: int = 0) -> float:
-        products = self._costs.products(self._row_count + rows, self._answers + answers)
-        return products + self._other_seconds + self._costs.overhead(len(self.order) + requests)
-
-    def _rate_with(self, r: Candidate, rows: int, adapter_seconds: float, rate: float) -> float:
-        """Return the gain per second with these rows; `rate` is the step's without them."""
-        gain = _gain_of(r, rows)
-        if r.missing == rows and self._gain > 0.0:
-            gain += self._sharing_gain(r, rate)
-        seconds = self._seconds(rows, rows == r.missing, 1)
-        seconds = seconds + adapter_seconds + self._costs.attention(rows, r.context)
-        return (self._gain + gain) / seconds
-
-    def _sharing_gain(self, r: Candidate, rate: float) -> float:
-        """Return the gain of decoding together with the other requests instead of after them.
-
-        Each later decode step that the request shares saves the fixed cost of a step.
-        """
-        if r.missing == 1:
-            return 0.0
-        fixed_share = min(1.0, self._single_step * rate / self._gain)
-        shared_steps = min(r.remaining, self._longest)
-        return SHARED_STEPS * _weight(r) * fixed_share * shared_steps / (1 + self._longest)
-
-    def _adapter_seconds(self, slot: int, *, shared: bool) -> tuple[float, float]:
-        """Return the seconds (fixed, per row) that the adapters of a request in this slot add.
-
-        If `shared`, fixed times are divided among the requests that cause them.
-        """
-        applied = self._adapters_of(slot)
-        fixed = per_row = 0.0
-        if applied and not self._read:
-            fixed = self._lora_calls / (self._adapted if shared else 1)
-        for adapter, read_seconds, row_seconds in applied:
-            per_row += row_seconds
-            if adapter not in self._read:
-                is_live = adapter == self._live
-                users = self._adapted if is_live else self._requests_by_slot[adapter]
-                fixed += read_seconds / (users if shared else 1)
-        return fixed, per_row
-
-    def _adapters_of(self, slot: int) -> tuple[tuple[int, float, float], ...]:
-        """Return (adapter, seconds to read it, seconds per row) for a slot's applied adapters."""
-        applied = self._applied.get(slot)
-        if applied is None:
-            costs = self._costs
-            applied = tuple(
-                (adapter, costs.read_adapter(adapter), costs.apply_adapter(adapter, 1))
-                for adapter in applied_adapters(slot, self._live)
-            )
-            self._applied[slot] = applied
-        return applied
-
-
-def _gain_of(r: Candidate, rows: int) -> float:
-    """Return the share of the request's remaining work that the rows complete, times its weight."""
-    worth = PROMPT_WORTH if r.missing > 1 else 1.0
-    return _weight(r) * worth * rows / (worth * r.missing + r.remaining)
-
-
-def _weight(r: Candidate) -> float:
-    """Return 2 ** −`priority`, with `priority` limited to −8 … 8."""
-    return 2.0 ** -float(min(max(r.priority, -8), 8)) if r.priority else 1.0
+        return best, best_gain
 
 
 def make(options: Options, costs: CostModel) -> Predictive:
     return Predictive(
-        options.max_step_requests, options.max_num_batched_tokens, options.max_wait_seconds, costs
+        options.max_step_requests,
+        options.max_num_batched_tokens,
+        options.max_wait_seconds,
+        options.throughput_loss,
+        costs,
     )
