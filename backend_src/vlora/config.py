@@ -96,7 +96,7 @@ class Options:
     theta_min: float = 1.0
     theta_factor: float = 4.0
     max_wait_seconds: float = 30.0
-    throughput_loss: float = 0.02
+    throughput_loss: float = 0.1
     deterministic: bool = False
     route_adapters: bool = False
     max_num_waiting: int = 1024

@@ -86,6 +86,11 @@ def _ready_credits(engine: Any) -> list[float]:
     return sorted((engine.scheduler.choice.credits or {}).values()) or [0.0]
 
 
+def _merge_gain(name: str) -> Read:
+    """Return a reader of a sum that `predictive` keeps; 0 under other policies."""
+    return lambda engine: getattr(getattr(engine.scheduler.policy, "merging", None), name, 0.0)
+
+
 def _middle(ordered: list[float]) -> float:
     return ordered[len(ordered) // 2]
 
@@ -128,6 +133,16 @@ class EngineStats:
         "vlora:switches_total", "Changes of the adapter in the active weights."
     )
     merges: int = _counter("vlora:merges_total", "Switches that had to compute merged weights.")
+    predicted_gain: float = _gauge(
+        "vlora:merge_gain_predicted_seconds",
+        "Seconds that ended merges should have saved.",
+        _merge_gain("predicted_gain"),
+    )
+    realised_gain: float = _gauge(
+        "vlora:merge_gain_realised_seconds",
+        "Seconds that ended merges have saved.",
+        _merge_gain("realised_gain"),
+    )
     switch_seconds: float = _counter("vlora:switch_seconds_total", "Seconds spent on switches.")
     graphs_captured: int = _counter(
         "vlora:graphs_captured_total",

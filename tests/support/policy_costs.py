@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from vlora.engine.cost import rows_by_adapter
 from vlora.engine.policies.base import Candidate
 from vlora.ids import BASE
 
@@ -26,6 +27,16 @@ class FixedCosts:
 
     def switch(self, live: int, to: int) -> float:
         return 0.0 if to in (BASE, live) else SWITCH_SECONDS
+
+    def merge(self, slot: int) -> float:
+        return SWITCH_SECONDS
+
+    def adapters(self, rows_of: Mapping[int, int], live: int) -> float:
+        rows = rows_by_adapter(rows_of, live)
+        seconds = sum(
+            self.read_adapter(slot) + self.apply_adapter(slot, n) for slot, n in rows.items()
+        )
+        return seconds + (self.lora_calls() if rows else 0.0)
 
     def mergeable(self, slot: int) -> bool:
         return slot not in self.unmergeable

@@ -65,7 +65,7 @@ def run_step(policy: Policy, requests: tuple[Pending, ...], live: int) -> State:
 POLICIES = {
     "unmerge_only": lambda batch: UnmergeOnly(batch, MAX_WAIT),
     "credit": lambda batch: CreditPolicy(batch, 0.5, 4.0, MAX_WAIT, FixedCosts()),
-    "predictive": lambda batch: Predictive(batch, 100, MAX_WAIT, FixedCosts()),
+    "predictive": lambda batch: Predictive(batch, 100, MAX_WAIT, 0.1, FixedCosts()),
 }
 
 

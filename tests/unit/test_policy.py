@@ -204,19 +204,20 @@ def test_dlora_keeps_credit_with_the_adapter_when_its_slot_passes_to_another() -
 # -- predictive ------------------------------------------------------------------------------
 
 
-def predictive(max_wait: float = math.inf, max_rows: int = 64, **more: Any) -> Predictive:
+def predictive(
+    max_wait: float = math.inf, max_rows: int = 64, loss: float = 0.05, **more: Any
+) -> Predictive:
     """Return a policy with costs that differ from FixedCosts in the attributes `more`."""
     costs = FixedCosts()
     vars(costs).update(more)
-    return Predictive(16, max_rows, max_wait, costs)
+    return Predictive(16, max_rows, max_wait, loss, costs)
 
 
-def chosen(policy: Predictive, *ready: Candidate) -> list[str]:
-    """Return the ids of the requests that run, in order. No adapter is live."""
-    return decision(policy.choose(ready, BASE, 0.0))[0]
-
-
-NEVER_MERGED = frozenset({1, 2})
+def rows_of(policy: Predictive, *ready: Candidate) -> dict[str, int]:
+    """Return the rows of the requests that run, in order. No adapter is live."""
+    choice = policy.choose(ready, BASE, 0.0)
+    assert choice.max_rows is not None
+    return {r.id: choice.max_rows[r.id] for r in choice.order}
 
 
 def test_predictive_merges_if_the_present_work_repays_the_switch() -> None:
@@ -236,60 +237,56 @@ def test_a_merge_saves_the_lora_calls_of_steps_without_other_adapters() -> None:
     assert policy.choose([answer, Candidate("b", 2, remaining=5)], BASE, 0.0).live == BASE
 
 
-def test_short_prompts_go_first_and_decode_rows_join_them() -> None:
-    prompt = Candidate("prompt", BASE, 0.0, missing=50, remaining=9)
-    short = Candidate("short", BASE, 1.0, missing=3, remaining=1)
-    answer = Candidate("answer", BASE, 2.0, remaining=400)
-    choice = predictive().choose([prompt, short, answer], BASE, 0.0)
-    assert choice.max_rows == {"short": 3, "answer": 1}, "the long prompt does not start"
-    assert predictive().choose([prompt], BASE, 0.0).max_rows == {"prompt": 50}
+def test_prompts_follow_one_another_in_the_smallest_chunks_that_keep_the_throughput() -> None:
+    answer = Candidate("answer", BASE, 2.0, remaining=400, holds_pages=True)
+    first, second = (Candidate(name, BASE, missing=50, remaining=9) for name in ("p0", "p1"))
+    # Up to eight rows take as long as one, so that a step with 16 + 1 rows is as fast per row.
+    assert rows_of(predictive(), first, second, answer) == {"answer": 1, "p0": CHUNK_ROWS[0]}
+    started = first._replace(missing=9, holds_pages=True)
+    assert rows_of(predictive(), second, started, answer) == {"p0": 9, "answer": 1, "p1": 7}
+    assert rows_of(predictive(), first, second) == {"p0": 50}, "it delays no answer"
+    assert rows_of(predictive(max_rows=1024), first._replace(missing=1000)) == {"p0": 1000}
 
 
-def test_a_long_prompt_is_computed_in_large_chunks() -> None:
-    long = Candidate("long", BASE, missing=1000, remaining=9)
-    rows = predictive(max_rows=1024).choose([long], BASE, 0.0).max_rows
-    assert rows is not None
-    assert CHUNK_ROWS[0] <= rows["long"] < 1000, "later requests wait for one chunk only"
+def test_a_step_has_more_rows_where_fewer_would_cost_throughput() -> None:
+    answer = Candidate("answer", BASE, holds_pages=True)
+    long = Candidate("long", BASE, missing=1000)
+    for overhead, loss, rows in ((0.0, 0.0, 16), (1e-3, 0.05, 32), (1e-2, 0.05, 256)):
+        policy = predictive(max_rows=1024, loss=loss, overhead_seconds=overhead)
+        assert rows_of(policy, long, answer)["long"] == rows, (overhead, loss)
+    policy = predictive(max_rows=1024, loss=0.0, overhead_seconds=1e-3)
+    assert rows_of(policy, long, answer)["long"] == 1000
 
 
-def test_a_single_request_waits_if_reading_its_adapter_costs_more_than_it_earns() -> None:
-    rows = [Candidate(f"a{i}", 1, remaining=3) for i in range(7)]
-    lone = Candidate("lone", 2, remaining=60)
-    policy = predictive(unmergeable=NEVER_MERGED)
-    assert "lone" not in chosen(policy, *rows, lone)
-    assert chosen(policy, lone) == ["lone"]
-    # A large overhead of each step keeps requests in one step.
-    policy = predictive(unmergeable=NEVER_MERGED, overhead_seconds=0.5)
-    assert "lone" in chosen(policy, *rows, lone)
+def test_a_merge_that_loses_what_another_would_cost_ends_and_is_trusted_less() -> None:
+    policy = predictive(lora_call_seconds=2e-3)
+    hot = Candidate("a", 1, remaining=20)
+    assert policy.choose([hot], BASE, 0.0).live == 1
+    # Others come in every step, so that the merge makes all steps longer.
+    others = [Candidate(f"b{i}", 2, remaining=1) for i in range(15)]
+    lives = [policy.choose([hot, *others], 1, 0.0).live for _ in range(30)]
+    last = lives.index(BASE)
+    assert 5 < last < 20
+    assert policy.merging.realised_gain < 0.0 < policy.merging.predicted_gain
+    for _ in range(5):
+        live = policy.choose([hot], BASE, 0.0).live
+        for _ in range(30):
+            live = policy.choose([hot, *others], live, 0.0).live
+    assert policy.choose([hot], BASE, 0.0).live == BASE, "the same prediction is no longer enough"
 
 
-def test_requests_of_one_adapter_share_the_cost_of_reading_it() -> None:
-    first = [Candidate(f"a{i}", 1, remaining=3) for i in range(4)]
-    others = [Candidate(f"b{i}", 2, remaining=10) for i in range(4)]
-    policy = predictive(unmergeable=NEVER_MERGED)
-    assert set(chosen(policy, *first, others[0])) == {r.id for r in first}
-    assert len(chosen(policy, *first, *others)) == 8
-
-
-def test_all_requests_with_adapters_share_the_cost_of_the_lora_calls() -> None:
-    base = [Candidate(f"base{i}", BASE, remaining=3) for i in range(2)]
-    lone, *others = [Candidate(f"a{i}", 1, remaining=6) for i in range(5)]
-    assert len(chosen(predictive(unmergeable=NEVER_MERGED), *base, lone)) == 3
-    policy = predictive(unmergeable=NEVER_MERGED, lora_call_seconds=6e-3)
-    assert len(chosen(policy, *base, lone)) == 2
-    assert len(chosen(policy, *base, lone, *others)) == 7
-
-
-def test_overdue_requests_go_first_then_urgent_deadlines_then_priorities() -> None:
-    short = Candidate("short", BASE, missing=2)
-    urgent = Candidate("urgent", BASE, missing=20, deadline=0.03)
-    later = Candidate("later", BASE, missing=20, deadline=9.0)
-    assert chosen(predictive(), short, urgent, later)[:2] == ["urgent", "short"]
-    preferred = Candidate("preferred", BASE, missing=40, priority=-1)
-    assert chosen(predictive(), short, preferred)[0] == "preferred"
-    cold = Candidate("cold", 2, 1.0, wait=9.0, missing=60)
-    assert predictive(8.0).choose([short._replace(slot=1), cold], 1, 0.0).order[0].id == "cold"
-    assert predictive(10.0).choose([short._replace(slot=1), cold], 1, 0.0).order[0].id == "short"
+def test_overdue_requests_go_first_then_urgent_deadlines_then_priorities_then_arrivals() -> None:
+    prompt = Candidate("prompt", BASE, missing=64)
+    urgent = Candidate("urgent", BASE, 1.0, missing=20, deadline=0.03)
+    later = Candidate("later", BASE, 2.0, missing=20, deadline=9.0)
+    assert list(rows_of(predictive(), prompt, later, urgent)) == ["urgent"]
+    preferred = Candidate("preferred", BASE, 3.0, missing=64, priority=-1)
+    assert list(rows_of(predictive(), prompt, preferred)) == ["preferred"]
+    cold = Candidate("cold", 2, 1.0, wait=9.0, missing=64, priority=9)
+    assert list(rows_of(predictive(8.0), prompt, cold)) == ["cold"]
+    assert list(rows_of(predictive(10.0), prompt, cold)) == ["prompt"]
+    begun = prompt._replace(id="begun", wait=8.5, holds_pages=True)
+    assert list(rows_of(predictive(8.0), begun, cold)) == ["begun"], "overdue ones do not alternate"
 
 
 # -- the registry ----------------------------------------------------------------------------

@@ -54,9 +54,10 @@ class Predictive:
 
     def choose(self, ready: Sequence[Candidate], live: int, now: float) -> Choice:
         order = sorted(ready, key=lambda r: self._rank(r, now))[: self.max_batch]
-        rows = {r.id: 1 for r in order if r.missing == 1}
+        decoding = [r for r in order if r.missing == 1]
         prompts = [r for r in order if r.missing > 1]
-        available = self._prompt_rows(len(rows), prompts)
+        rows = {r.id: 1 for r in decoding}
+        available = self._prompt_rows(decoding, prompts, live)
         for r in prompts:
             if count := min(r.missing, available):
                 rows[r.id] = count
@@ -76,19 +77,27 @@ class Predictive:
             return 0.0
         return self._costs.products(r.missing, 1) + r.remaining * self._costs.products(1, 1)
 
-    def _prompt_rows(self, decoding: int, prompts: Sequence[Candidate]) -> int:
-        """Return the number of prompt rows of a step with so many decoding requests."""
-        most = min(self._max_rows - decoding, sum(r.missing for r in prompts))
+    def _prompt_rows(
+        self, decoding: Sequence[Candidate], prompts: Sequence[Candidate], live: int
+    ) -> int:
+        """Return the number of prompt rows in a step with these decoding requests."""
+        most = min(self._max_rows - len(decoding), sum(r.missing for r in prompts))
         if most <= 0:
             return 0
-        longest = (1 + self._loss) * self._row_seconds(decoding + most)
-        few = (n for n in CHUNK_ROWS if n < most and self._row_seconds(decoding + n) <= longest)
+        # What each step costs, however few rows it has.
+        fixed = self._costs.overhead(1)
+        fixed += self._costs.adapters(Counter(r.slot for r in [*decoding, prompts[0]]), live)
+        fixed += sum(self._costs.attention(1, r.context) for r in [*decoding, prompts[0]])
+
+        def row_seconds(count: int) -> float:
+            rows = len(decoding) + count
+            return (self._costs.products(rows, 1) + fixed) / rows
+
+        longest = (1 + self._loss) * row_seconds(most)
+        few = (count for count in CHUNK_ROWS if count < most and row_seconds(count) <= longest)
         # A prompt that delays no answer is not divided.
         least = 0 if decoding else prompts[0].missing
         return max(next(few, most), min(least, most))
-
-    def _row_seconds(self, rows: int) -> float:
-        return (self._costs.products(rows, 1) + self._costs.overhead(1)) / rows
 
 
 class GainfulMerging:
