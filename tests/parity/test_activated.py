@@ -13,6 +13,7 @@ import torch
 from peft import PeftModel
 
 from tests.support import adapter_kinds as kinds
+from tests.support.checkpoints import make_checkpoint
 from tests.support.engine_client import request, run_questions
 from tests.support.families import Family
 from tests.support.modes import drive
@@ -47,7 +48,8 @@ def family(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Family:
     """Return a family with its activated adapters and an ordinary one."""
-    family = Family(request.param, checkpoint, tmp_path_factory.mktemp(request.param))
+    folder = tmp_path_factory.mktemp(request.param)
+    family = Family(make_checkpoint(request.param, checkpoint, folder), folder / "other-adapters")
     family.adapters = tmp_path_factory.mktemp("adapters")
     for seed, (name, text) in enumerate(INVOCATIONS.items()):
         tokens = family.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -1,20 +1,25 @@
-"""Prompts of conversations have the tokens that transformers makes of them, for every family.
-
-The checkpoints have the files that official ones have: a processor's template, a tokenizer's, or
-both, which differ. Their templates have the features of the official ones: content as a string or
-in parts, images before the texts or in their places, trimmed texts, a default system message.
-"""
+"""Prompts of conversations have the tokens that transformers makes of them, for every family."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.support.checkpoints import VISION_TOKENS, make_checkpoint
+from tests.support.checkpoints import make_checkpoint
+from tests.support.conversations import (
+    CONVERSATIONS,
+    MARKERS,
+    TEMPLATES,
+    conversation,
+    expected_tokens,
+    options_of,
+    text,
+    use_official_files,
+)
+from tests.support.logits import save_decoder
 from tests.support.qwen_vl import make_qwen_vl
 from vlora.gateway.requests import read_chat
 from vlora.model.decoder_config import load_config
@@ -24,51 +29,6 @@ from vlora.request import ImageFeatures
 from vlora.vision.chat_template import Chat, ChatTemplate
 from vlora.vision.prompts import render
 
-IMAGES_FIRST = (
-    "{% for m in messages %}<|ROLE|>START{{ m['role'] }}MIDDLE"
-    "{% for p in m['content'] | selectattr('type', 'equalto', 'image') %}<image>BREAK{% endfor %}"
-    "{% for p in m['content'] | selectattr('type', 'equalto', 'video') %}<video>BREAK{% endfor %}"
-    "{% for p in m['content'] | selectattr('type', 'equalto', 'text') %}"
-    "{{ p['text'] TRIM }}{% endfor %}END{% endfor %}"
-    "{% if add_generation_prompt %}STARTassistantMIDDLE{% endif %}"
-)
-QWEN = (
-    "{% for m in messages %}{% if loop.first and m['role'] != 'system' %}<s>system\n"
-    "You are a helpful assistant.</s>\n{% endif %}<s>{{ m['role'] }}\n"
-    "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for p in m['content'] %}"
-    "{% if p['type'] == 'image' or 'image' in p %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% elif p['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
-    "{% elif 'text' in p %}{{ p['text'] }}{% endif %}{% endfor %}{% endif %}</s>\n{% endfor %}"
-    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
-)
-STRINGS = (
-    "{% for m in messages %}{{ '<s>' + m['role'] + '\n' + m['content'] + '</s>' + '\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}"
-)
-
-
-def images_first(start: str, middle: str, end: str, line: str, trim: str = "") -> str:
-    """Return a template that prints the images of a message before its texts."""
-    words = {"<|ROLE|>": "", "START": start, "MIDDLE": middle, "END": end, "BREAK": line}
-    template = IMAGES_FIRST.replace("TRIM", trim)
-    for word, text in words.items():
-        template = template.replace(word, text)
-    return template
-
-
-# By family: the processor's template, and the tokenizer's.
-TEMPLATES: dict[str, tuple[str | None, str | None]] = {
-    "llava": (images_first("", ": ", " ", "\n", "| trim"), None),
-    "llava_next": (images_first("[", "] ", "</s>", "\n"), None),
-    "llava_onevision": (images_first("<s>", " ", "</s>", "\n"), STRINGS),
-    "qwen2_vl": (QWEN, QWEN),
-    "qwen2_5_vl": (QWEN, None),
-    "qwen3_vl": (None, QWEN),
-    "text": (None, STRINGS),
-    "qwen": (None, None),
-}
-MARKERS = "</s><|user|> <image> " + VISION_TOKENS[2]
-
 
 @pytest.fixture(scope="module", params=TEMPLATES)
 def folder(
@@ -76,57 +36,14 @@ def folder(
 ) -> Path:
     """Return a checkpoint with the templates of the family in the official places."""
     family = request.param
-    folder = tmp_path_factory.mktemp(family)
-    if family == "qwen":
-        return make_qwen_vl(folder / "model")
-    make_checkpoint("qwen2_vl" if family == "text" else family, checkpoint, folder)
+    folder = tmp_path_factory.mktemp(family) / "model"
+    if family == "qwen_vl":
+        return make_qwen_vl(folder)
     if family == "text":
-        config = json.loads((folder / "config.json").read_text())["text_config"]
-        config |= {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
-        config["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
-        (folder / "config.json").write_text(json.dumps(config))
-    (folder / "chat_template.jinja").unlink()
-    processor, tokenizer = TEMPLATES[family]
-    if processor is not None:
-        (folder / "chat_template.json").write_text(json.dumps({"chat_template": processor}))
-    if tokenizer is not None:
-        file = folder / "tokenizer_config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": tokenizer}))
-    return folder
-
-
-def image(number: int = 0) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{number}"}}
-
-
-def text(words: str) -> dict[str, Any]:
-    return {"type": "text", "text": words}
-
-
-def user(*parts: Any) -> dict[str, Any]:
-    only = len(parts) == 1 and isinstance(parts[0], str)
-    return {"role": "user", "content": parts[0] if only else list(parts)}
-
-
-def says(role: str, words: str) -> dict[str, Any]:
-    return {"role": role, "content": words}
-
-
-PREFILLED = {"add_generation_prompt": False, "continue_final_message": True}
-CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
-    "one message": [user("What color is the star?")],
-    "spaces": [user("  What color?\n\n is it ")],
-    "system": [says("system", "Answer briefly."), user("Why?")],
-    "turns": [user("A?"), says("assistant", "B."), user("C?"), says("assistant", "D."), user("E")],
-    "one image": [user(image(), text("What is this?"))],
-    "image last": [user(text("What is this?"), image())],
-    "image between": [user(text("Is "), image(), text(" a star?"))],
-    "several images": [user(image(1), text("or"), image(2), text("or"), image(3), text("?"))],
-    "images of turns": [user(image(1)), says("assistant", "A star."), user(image(2), text("And?"))],
-    "all": [says("system", "S"), user(image(), text("a")), says("assistant", "b"), user("c")],
-    "prefilled": [user(image(), text("Name it.")), says("assistant", "It is a")],
-    "prefilled text": [user("Count."), says("assistant", "One, two,")],
-}
+        save_decoder(checkpoint, folder)
+    else:
+        make_checkpoint(family, checkpoint, folder)
+    return use_official_files(folder, family)
 
 
 def tokens_of(folder: Path, messages: list[dict[str, Any]], **options: bool) -> list[int]:
@@ -148,54 +65,9 @@ def tokens_of(folder: Path, messages: list[dict[str, Any]], **options: bool) -> 
     return list(PromptReader(folder, config).read(prompt, images).ids)
 
 
-def expected_tokens(folder: Path, messages: list[dict[str, Any]], **options: bool) -> list[int]:
-    """Return the tokens that transformers' processor or tokenizer makes, one per image."""
-    tokenizer = load_tokenizer(folder)
-    file = folder / "chat_template.json"
-    template = (
-        json.loads(file.read_text())["chat_template"] if file.is_file() else tokenizer.chat_template
-    )
-    # Some templates take no strings, and that of Qwen-VL takes nothing else.
-    in_parts = template not in (STRINGS, QWEN, tokenizer.chat_template)
-    turns = [{**message, "content": _stock(message["content"], in_parts)} for message in messages]
-    if template == tokenizer.chat_template and template not in (QWEN, STRINGS):
-        turns = [{**turn, "content": _as_string(turn["content"])} for turn in turns]
-    options = {"add_generation_prompt": True, **options}
-    # A processor does these two steps. Those of some families need torchvision.
-    prompt = tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False, **options)
-    has_bos = is_text_only(folder) or prompt.startswith(tokenizer.bos_token or "no token")
-    return list(tokenizer(prompt, add_special_tokens=not has_bos)["input_ids"])
-
-
-def _stock(content: Any, in_parts: bool) -> Any:
-    if isinstance(content, str):
-        return [text(content)] if in_parts else content
-    return [part if part["type"] == "text" else {"type": "image"} for part in content]
-
-
-def _as_string(content: Any) -> str:
-    """Return what a template that takes only strings gets: the parts, joined by line breaks."""
-    if isinstance(content, str):
-        return content
-    return "\n".join(part.get("text", "<img><imgpad></img>") for part in content)
-
-
-def is_text_only(folder: Path) -> bool:
-    return json.loads((folder / "config.json").read_text())["model_type"] == "qwen2"
-
-
-def words_of(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    return "\n".join(part["text"] for part in content if part["type"] == "text")
-
-
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_a_conversation_has_the_tokens_of_transformers(folder: Path, name: str) -> None:
-    messages = CONVERSATIONS[name]
-    if is_text_only(folder):
-        messages = [{**message, "content": words_of(message["content"])} for message in messages]
-    options = PREFILLED if name.startswith("prefilled") else {}
+    messages, options = conversation(folder, name), options_of(name)
     assert tokens_of(folder, messages, **options) == expected_tokens(folder, messages, **options)
 
 
@@ -203,9 +75,7 @@ def test_a_conversation_has_the_tokens_of_transformers(folder: Path, name: str) 
 @pytest.mark.parametrize("place", ["first", "last"])
 def test_what_a_client_writes_is_only_text(folder: Path, name: str, place: str) -> None:
     """The prompt has the same special tokens as without the markers, and the markers as text."""
-    messages = CONVERSATIONS[name]
-    if is_text_only(folder):
-        messages = [{**message, "content": words_of(message["content"])} for message in messages]
+    messages = conversation(folder, name)
     index = 0 if place == "first" else -1
     content = messages[index]["content"]
     parts = [text(content)] if isinstance(content, str) else content

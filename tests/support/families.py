@@ -29,12 +29,15 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize 
 
 from tests.support import qwen_vl
 from tests.support.checkpoints import FAMILIES, make_checkpoint
+from tests.support.conversations import use_official_files
 from tests.support.qwen_vl import IMAGE_PAD, QUERIES, Reference, make_adapter, make_qwen_vl
 from vlora.model.tokenizer import load_tokenizer
 from vlora.vision.encoder import VisionEncoder
 from vlora.vision.features import EncoderService, FeatureCache
 from vlora.vision.images import DecodedImage
 
+AnyPrompt = str | Sequence[int]
+"""A prompt's text, or its tokens with one token per image."""
 ADAPTERS = ("first", "second")
 DECODER = r".*language_model.*\.(q_proj|v_proj|o_proj|up_proj|down_proj)"
 TOWER = r".*(vision_tower|visual)\..*(q_proj|out_proj|fc1|qkv|attn\.proj|gate_proj|mlp\.[02])"
@@ -117,8 +120,16 @@ class OracleFamily(ABC):
     service: EncoderService
 
     @abstractmethod
+    def prompt_ids(self, prompt: AnyPrompt, images: Sequence[DecodedImage]) -> list[int]:
+        """Return the tokens of a prompt, with those of its images."""
+
+    @abstractmethod
     def logits(
-        self, prompt: str, images: Sequence[DecodedImage], adapter: str | None, answer: list[int]
+        self,
+        prompt: AnyPrompt,
+        images: Sequence[DecodedImage],
+        adapter: str | None,
+        answer: list[int],
     ) -> torch.Tensor:
         """Return the oracle's logits after the prompt and each token, [len(answer) + 1, V]."""
 
@@ -150,10 +161,9 @@ class OracleFamily(ABC):
 class Family(OracleFamily):
     """A checkpoint of one family, two adapters, its stock model and its vision encoder."""
 
-    def __init__(self, name: str, tokenizer_of: Path, folder: Path) -> None:
-        self.name = name
-        self.checkpoint = make_checkpoint(name, tokenizer_of, folder / "model")
-        self.adapters = folder / "adapters"
+    def __init__(self, checkpoint: Path, adapters: Path) -> None:
+        self.checkpoint = checkpoint
+        self.adapters = adapters
         for seed, adapter in enumerate(ADAPTERS):
             torch.manual_seed(seed)
             self.make_adapter(self.adapters / adapter, DECODER)
@@ -294,22 +304,40 @@ class Family(OracleFamily):
             max_pixels=limits["longest_edge"],
         )
 
+    def prompt_ids(self, prompt: AnyPrompt, images: Sequence[DecodedImage]) -> list[int]:
+        return self._inputs(prompt, images)[0]
+
+    @torch.inference_mode()
+    def _inputs(
+        self, prompt: AnyPrompt, images: Sequence[DecodedImage]
+    ) -> tuple[list[int], dict[str, Any]]:
+        """Return the tokens of a prompt with those of its images, and the model's other inputs."""
+        base = self.model.get_base_model()
+        pixels, rows = self._pixels(base, images) if images else ({}, iter(()))
+        if isinstance(prompt, str):
+            has_bos = prompt.startswith(self.tokenizer.bos_token)
+            prompt = self.tokenizer(prompt, add_special_tokens=not has_bos)["input_ids"]
+        ids: list[int] = []
+        for token in prompt:
+            ids += next(rows) if token == base.config.image_token_id else [token]
+        return ids, pixels
+
     @torch.inference_mode()
     def logits(
-        self, prompt: str, images: Sequence[DecodedImage], adapter: str | None, answer: list[int]
+        self,
+        prompt: AnyPrompt,
+        images: Sequence[DecodedImage],
+        adapter: str | None,
+        answer: list[int],
     ) -> torch.Tensor:
-        base, pixels, rows = self.model.get_base_model(), {}, iter(())
-        if images:
-            pixels, rows = self._pixels(base, images)
-        image_token = base.config.image_token_id
-        ids: list[int] = []
-        for token in self.tokenizer(prompt, add_special_tokens=False)["input_ids"]:
-            ids += next(rows) if token == image_token else [token]
+        base = self.model.get_base_model()
+        ids, pixels = self._inputs(prompt, images)
         tokens = torch.tensor([ids + answer])
         arguments = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), **pixels}
         if pixels.keys() & {"image_grid_thw", "video_grid_thw"}:
             is_video = tokens == base.config.video_token_id
-            types = (tokens == image_token).int() + 2 * is_video.int()
+            is_image = tokens == base.config.image_token_id
+            types = is_image.int() + 2 * is_video.int()
             arguments["mm_token_type_ids"] = types
             if "video_grid_thw" in pixels and base.config.model_type != "qwen3_vl":
                 arguments["position_ids"] = published_positions(base, types[0].tolist(), pixels)
@@ -361,12 +389,20 @@ class FirstQwenVL(OracleFamily):
         """The oracle, with all adapters that were written before its first use."""
         return Reference(self.checkpoint, {own.name: own for own in self.adapters.iterdir()})
 
-    def logits(
-        self, prompt: str, images: Sequence[DecodedImage], adapter: str | None, answer: list[int]
-    ) -> torch.Tensor:
+    def prompt_ids(self, prompt: AnyPrompt, images: Sequence[DecodedImage]) -> list[int]:
         ids: list[int] = []
-        for token in self.tokenizer(prompt)["input_ids"]:
+        for token in self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt:
             ids += [token] * (QUERIES if token == IMAGE_PAD else 1)
+        return ids
+
+    def logits(
+        self,
+        prompt: AnyPrompt,
+        images: Sequence[DecodedImage],
+        adapter: str | None,
+        answer: list[int],
+    ) -> torch.Tensor:
+        ids = self.prompt_ids(prompt, images)
         start = 0
         if invocation := self._invocations.get(str(adapter)):
             length = len(invocation)
@@ -379,8 +415,16 @@ class FirstQwenVL(OracleFamily):
 FAMILY_NAMES = (*sorted(FAMILIES), "qwen_vl")
 
 
-def make_family(name: str, tokenizer_of: Path, folder: Path) -> OracleFamily:
-    """Return a family by its name in FAMILY_NAMES."""
+def make_family(
+    name: str, tokenizer_of: Path, folder: Path, *, official: bool = False
+) -> OracleFamily:
+    """Return a family by its name in FAMILY_NAMES.
+
+    official: whether its checkpoint has the official files in place of those of `tokenizer_of`.
+    """
     if name == "qwen_vl":
         return FirstQwenVL(folder)
-    return Family(name, tokenizer_of, folder)
+    checkpoint = make_checkpoint(name, tokenizer_of, folder / "model")
+    if official:
+        use_official_files(checkpoint, name)
+    return Family(checkpoint, folder / "adapters")

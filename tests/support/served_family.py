@@ -5,22 +5,33 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
+from tests.support.conversations import (
+    CONVERSATIONS,
+    conversation,
+    expected_tokens,
+    images_of,
+    options_of,
+)
 from tests.support.families import OracleFamily, gap_of
+from tests.support.gateway import Gateway
 from tests.support.oracle import NEAR_TIE
 from tests.support.triton_client import Asker, png
 from vlora.model.decoder_config import load_config
 from vlora.model.inputs import PromptReader
+from vlora.model.tokenizer import Vocabulary, load_tokenizer
 from vlora.request import ImageFeatures
 from vlora.vision.chat_template import ChatTemplate
 from vlora.vision.images import DecodedImage
 from vlora.vision.prompts import render
 
 MAX_TOKENS = 32
+MAX_CHAT_TOKENS = 8
 MAX_DIFFERENCE = 1e-3
 """Allowed difference of a token's log-probability."""
 INVOCATION = 3
@@ -141,13 +152,61 @@ class Served:
         assert len(answer.tokens) == MAX_TOKENS
         tokens = list(answer.tokens)
         logits = self.family.logits(prompt, pictures, question.adapter, tokens)[:-1]
-        assert gap_of(logits, tokens) <= NEAR_TIE, question.text
-        # Small models often repeat one token, whatever the image. Its probability still changes.
-        expected = logits.log_softmax(1)[range(MAX_TOKENS), tokens]
-        torch.testing.assert_close(
-            torch.tensor(answer.logprobs), expected, rtol=0.0, atol=MAX_DIFFERENCE
-        )
+        _check_greedy(logits, tokens, answer.logprobs, question.text)
         self._checked.add(key)
+
+
+def _check_greedy(
+    logits: torch.Tensor, tokens: list[int], logprobs: Sequence[float], what: str
+) -> None:
+    """Compare a greedy answer with the oracle's logits before each of its tokens."""
+    assert gap_of(logits, tokens) <= NEAR_TIE, what
+    # Small models often repeat one token, whatever the image. Its probability still changes.
+    expected = logits.log_softmax(1)[range(len(tokens)), tokens]
+    got = torch.tensor(logprobs)
+    assert torch.allclose(got, expected, rtol=0.0, atol=MAX_DIFFERENCE), (what, got - expected)
+
+
+class Stock(Protocol):
+    """Stock model of a checkpoint. For the arguments, see OracleFamily."""
+
+    checkpoint: Path
+
+    def prompt_ids(self, prompt: Sequence[int], images: Sequence[DecodedImage]) -> list[int]: ...
+
+    def logits(
+        self,
+        prompt: Sequence[int],
+        images: Sequence[DecodedImage],
+        adapter: str | None,
+        answer: list[int],
+    ) -> torch.Tensor: ...
+
+
+def check_conversations(gateway: Gateway, stock: Stock) -> None:
+    """Compare the base model's answers to all conversations with those of its stock model."""
+    checkpoint = stock.checkpoint
+    tokenizer = load_tokenizer(checkpoint)
+    vocabulary = Vocabulary(tokenizer)
+    token_of = {vocabulary.shown(token, False): token for token in range(len(tokenizer))}
+    for name in CONVERSATIONS:
+        messages, options = conversation(checkpoint, name), options_of(name)
+        answer = gateway.client.chat.completions.create(
+            model="base",
+            messages=messages,
+            max_tokens=MAX_CHAT_TOKENS,
+            logprobs=True,
+            extra_body={"ignore_eos": True, "skip_special_tokens": False, **options},
+        )
+        prompt, images = expected_tokens(checkpoint, messages, **options), images_of(messages)
+        assert answer.usage.prompt_tokens == len(stock.prompt_ids(prompt, images)), name
+        drawn = answer.choices[0].logprobs.content
+        tokens = [token_of[bytes(one.bytes)] for one in drawn]
+        assert len(tokens) == MAX_CHAT_TOKENS, name
+        text = tokenizer.decode(tokens)
+        assert answer.choices[0].message.content == text, name
+        logits = stock.logits(prompt, images, None, tokens)[:-1]
+        _check_greedy(logits, tokens, [one.logprob for one in drawn], name)
 
 
 def differ(one: Answer, other: Answer) -> bool:

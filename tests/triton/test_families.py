@@ -28,10 +28,12 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.families import (
     ADAPTERS,
+    FAMILY_NAMES,
     VISION_ADAPTERS,
     OracleFamily,
     make_family,
 )
+from tests.support.gateway import running
 from tests.support.polling import until
 from tests.support.served_family import (
     INVOCATION,
@@ -39,6 +41,7 @@ from tests.support.served_family import (
     Question,
     Served,
     add_kinds,
+    check_conversations,
     differ,
     draw_questions,
     encoded_images,
@@ -79,7 +82,8 @@ SERVED_FAMILIES = (
 def family(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> OracleFamily:
-    made = make_family(request.param, checkpoint, tmp_path_factory.mktemp(request.param))
+    folder = tmp_path_factory.mktemp(request.param)
+    made = make_family(request.param, checkpoint, folder, official=True)
     made.add_vision_adapters()
     return made
 
@@ -130,6 +134,15 @@ def test_answers_to_lone_questions_are_those_of_the_stock_model(
         assert set(answer.modes) == {MERGED if question.adapter else UNMERGED}
         text = served.ask.once("video_analytics", **served.inputs(question))["text_output"]
         assert text == answer.text
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES, indirect=True)
+def test_conversations_with_the_gateway_are_those_of_the_stock_model(
+    served: Served, tmp_path: Path
+) -> None:
+    pytest.importorskip("openai", reason="the package openai is not installed")
+    with running(served.ask.grpc_url, tmp_path) as gateway:
+        check_conversations(gateway, served.family)
 
 
 def test_a_repeated_prefix_is_computed_once(served: Served, questions: list[Question]) -> None:

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.families import Family
 from tests.support.gateway import KEY, Gateway, running
 from tests.support.polling import until
+from tests.support.served_family import check_conversations
 from tests.support.triton_client import Asker, picture
 from vlora.launcher.server import TritonServer
 
@@ -137,12 +139,10 @@ def test_a_completion_continues_a_raw_prompt(gateway: Gateway, ask: Asker) -> No
     assert "".join(piece.choices[0].text for piece in pieces) == expected
 
 
-def test_a_conversation_goes_through_the_chat_template(gateway: Gateway) -> None:
-    turns = [*question("What is it?", picture()), {"role": "assistant", "content": "A square."}]
-    answer = gateway.client.chat.completions.create(
-        model="base", messages=[*turns, *question("Which color?")], max_tokens=4
-    )
-    assert answer.vlora["task"] == "chat"
+def test_conversations_are_those_of_the_stock_model(
+    gateway: Gateway, checkpoint: Path, tmp_path: Path
+) -> None:
+    check_conversations(gateway, Family(checkpoint, tmp_path))
 
 
 @pytest.mark.parametrize(

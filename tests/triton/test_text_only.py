@@ -6,34 +6,53 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, LlavaForConditionalGeneration
 
+from tests.support.conversations import use_official_files
+from tests.support.gateway import running
+from tests.support.logits import save_decoder
+from tests.support.served_family import check_conversations
 from tests.support.triton_client import Asker, Refused, asking, picture
 from vlora.launcher.probe import Health, probe
 from vlora.launcher.repository import ServerOptions
 from vlora.launcher.server import TritonServer
+from vlora.vision.images import DecodedImage
 
 GREEDY = {"temperature": 0, "max_tokens": 6}
 PROMPT = "What color is the star?"
 
 
+class TextModel(NamedTuple):
+    """A decoder alone, and the stock model of its checkpoint."""
+
+    checkpoint: Path
+    model: Any
+
+    def prompt_ids(self, prompt: Sequence[int], images: Sequence[DecodedImage]) -> list[int]:
+        return list(prompt)
+
+    @torch.inference_mode()
+    def logits(
+        self,
+        prompt: Sequence[int],
+        images: Sequence[DecodedImage],
+        adapter: str | None,
+        answer: list[int],
+    ) -> torch.Tensor:
+        logits: torch.Tensor = self.model(torch.tensor([[*prompt, *answer]])).logits
+        return logits[0, len(prompt) - 1 :]
+
+
 @pytest.fixture(scope="module")
-def text_only(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the decoder of the checkpoint alone."""
+def text_only(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> TextModel:
     folder = tmp_path_factory.mktemp("text-only")
-    whole = LlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
-    decoder = LlamaForCausalLM(whole.config.text_config)
-    decoder.model.load_state_dict(whole.model.language_model.state_dict())
-    decoder.lm_head.load_state_dict(whole.lm_head.state_dict())
-    decoder.save_pretrained(folder)
-    for file in [*checkpoint.glob("tokenizer*"), *checkpoint.glob("*.jinja")]:
-        (folder / file.name).write_bytes(file.read_bytes())
-    return folder
+    model = save_decoder(checkpoint, folder, max_position_embeddings=256)
+    return TextModel(use_official_files(folder, "text"), model)
 
 
 def health(server: TritonServer, deadline: float = 10.0) -> Health:
@@ -53,11 +72,11 @@ def states() -> list[Health]:
 
 @pytest.fixture(scope="module")
 def server(
-    text_only: Path, states: list[Health], tmp_path_factory: pytest.TempPathFactory
+    text_only: TextModel, states: list[Health], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TritonServer]:
     """Yield a server that replaces the session's server in this file, also for `ask`."""
     log = tmp_path_factory.mktemp("text-only-server") / "tritonserver.log"
-    server = TritonServer(ServerOptions(model=text_only, log=log))
+    server = TritonServer(ServerOptions(model=text_only.checkpoint, log=log))
     server.start()
     try:
         states.append(health(server))
@@ -74,6 +93,13 @@ def test_every_model_answers_a_question_without_images(ask: Asker) -> None:
     assert ask.once("lmm_unary", **question, exclude_input_in_output=True)["text_output"] == whole
     pieces = ask.stream("visual_retrieval", **question)
     assert "".join(piece["text_output"] for piece in pieces) == whole
+
+
+def test_conversations_with_the_gateway_are_those_of_the_stock_model(
+    ask: Asker, text_only: TextModel, tmp_path: Path
+) -> None:
+    with running(ask.grpc_url, tmp_path) as gateway:
+        check_conversations(gateway, text_only)
 
 
 @pytest.mark.parametrize("model", ["video_analytics", "visual_retrieval"])
