@@ -1,10 +1,12 @@
 """Fuzzing of a running server: each mutated request must get an answer or an error with a code.
 
     python -m tests.programs.fuzz --grpc localhost:8001 --http localhost:8000 --count 10000
+    python -m tests.programs.fuzz --gateway localhost:8080 --count 10000
 
-Each request is a valid one with one to four mutations of its bytes, shapes, types, JSON,
+Each request is a valid one with one to four mutations of its bytes, shapes, types, JSON, messages,
 parameters, images, ids or requested outputs (`mutations.py`). It is sent over unary gRPC, a gRPC
-stream, or HTTP `generate`, `generate_stream` or `infer`.
+stream, or HTTP `generate`, `generate_stream` or `infer`, or all go to the gateway in front of the
+server.
 
 Each fault of a server has a name:
 `hang`: no final reply arrives within the deadline.
@@ -91,10 +93,27 @@ def classify(message: str) -> Reply:
     return Reply("error", message, "untyped")
 
 
-class Sender:
-    """Sender of questions to one server. Each thread needs its own."""
+def read_gateway(status: int, text: str) -> Reply:
+    """Return the reply in an answer of the gateway: JSON, or events of which the last counts."""
+    from vlora.gateway.errors import STATUSES
 
-    def __init__(self, grpc_url: str, http_url: str) -> None:
+    if status == 200 and (text.endswith("data: [DONE]\n\n") or text.startswith('{"id":')):
+        return Reply("answered")
+    try:
+        error = json.loads(text.rstrip().rpartition("data: ")[2])["error"]
+        code, message = error["code"], error["message"]
+    except (ValueError, TypeError, KeyError):
+        return Reply("error", text, "untyped")
+    if "Traceback" in message or code not in STATUSES or status not in (200, STATUSES[code]):
+        return Reply("error", text, "untyped")
+    return Reply(code, message, "fault" if code == "INTERNAL" else "")
+
+
+class Sender:
+    """Sender of questions to one server, and to its gateway. Each thread needs its own."""
+
+    def __init__(self, grpc_url: str, http_url: str, gateway_url: str = "") -> None:
+        self._gateway_url = gateway_url
         self._channel = grpc.insecure_channel(
             grpc_url,
             [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)],
@@ -147,11 +166,14 @@ class Sender:
             return classify(str(error.details()))
 
     def _http(self, question: Question) -> Reply:
-        host, _, port = self._http_url.partition(":")
+        to_gateway = question.model == "gateway"
+        host, _, port = (self._gateway_url if to_gateway else self._http_url).partition(":")
         connection = http.client.HTTPConnection(host, int(port), timeout=DEADLINE)
+        path = question.way if to_gateway else f"/v2/models/{question.model}/{question.way}"
+        headers = {"content-type": "application/json"} if to_gateway else {}
         try:
             body = as_json(question) if question.body is None else question.body
-            connection.request("POST", f"/v2/models/{question.model}/{question.way}", body)
+            connection.request("POST", path, body, headers)
             answer = connection.getresponse()
             content = answer.read()
         except (ConnectionError, http.client.HTTPException) as error:
@@ -159,6 +181,8 @@ class Sender:
         finally:
             connection.close()
         text = content.decode("utf-8", "replace")
+        if to_gateway:
+            return read_gateway(answer.status, text)
         if answer.status == 200 and '"error":' not in text[:200]:
             return Reply("answered")
         try:
@@ -228,6 +252,7 @@ class Report:
     """The results of a run."""
 
     codes: Counter[str] = field(default_factory=Counter)
+    doors: Counter[str] = field(default_factory=Counter)
     ways: Counter[str] = field(default_factory=Counter)
     kinds: Counter[str] = field(default_factory=Counter)
     wrong: Counter[str] = field(default_factory=Counter)
@@ -236,6 +261,9 @@ class Report:
 
     def add(self, index: int, question: Question, reply: Reply, seconds: float) -> None:
         self.codes[reply.code] += 1
+        door = {"unary": "gRPC", "stream": "gRPC", "gateway": "gateway"}
+        at = door.get(question.model, door.get(question.way, "HTTP"))
+        self.doors[f"{at} {reply.code}"] += 1
         self.ways[f"{question.model} {question.way}"] += 1
         self.kinds.update(question.kinds)
         self.slowest = max(self.slowest, seconds)
@@ -254,7 +282,7 @@ class Report:
         return [
             table("mutations", self.kinds),
             table("ways", self.ways),
-            table("replies", self.codes),
+            table("replies", self.doors),
             table("wrong", self.wrong) if self.wrong else "wrong: nothing",
             f"slowest reply: {self.slowest:.2f} s",
             *self.examples[:40],
@@ -269,16 +297,21 @@ def run(
     threads: int = 8,
     first: int = 0,
     progress: Callable[[int], None] = lambda done: None,
+    gateway_url: str = "",
 ) -> Report:
-    """Send `count` questions of `seed`. Compare answers to valid questions before and after."""
+    """Send `count` questions of `seed`. Compare answers to valid questions before and after.
+
+    gateway_url: address of the gateway that gets the questions; "" if the server itself does.
+    """
     report = Report()
-    senders = [Sender(grpc_url, http_url) for _ in range(threads)]
+    senders = [Sender(grpc_url, http_url, gateway_url) for _ in range(threads)]
     questions = valid_questions(senders[0])
     before = valid_answers(senders[0], questions)
 
     def send_share(number: int) -> None:
         for index in range(first + number, first + count, threads):
-            question = Mutator(seed, index).question()
+            mutator = Mutator(seed, index)
+            question = mutator.gateway_question() if gateway_url else mutator.question()
             started = time.monotonic()
             reply = senders[number].send(question)
             report.add(index, question, reply, time.monotonic() - started)
@@ -308,6 +341,8 @@ def main() -> int:
     address = {"metavar": "HOST:PORT", "help": "address of the server (default: %(default)s)"}
     parser.add_argument("--grpc", default="localhost:8001", **address)
     parser.add_argument("--http", default="localhost:8000", **address)
+    gateway = address | {"help": "address of a gateway in front of the server, which gets all"}
+    parser.add_argument("--gateway", default="", **gateway)
     parser.add_argument("--count", type=int, default=1000, metavar="N", help="number of requests")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the mutations")
     parser.add_argument(
@@ -318,7 +353,13 @@ def main() -> int:
     )
     options = parser.parse_args()
     report = run(
-        options.grpc, options.http, options.count, options.seed, options.threads, options.first
+        options.grpc,
+        options.http,
+        options.count,
+        options.seed,
+        options.threads,
+        options.first,
+        gateway_url=options.gateway,
     )
     print("\n".join(report.lines()))
     return 1 if report.wrong else 0

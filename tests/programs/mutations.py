@@ -10,6 +10,7 @@ import base64
 import json
 import random
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +41,14 @@ KEYS: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1, 2),
     "priority": (1,),
     "deadline_ms": (5,),
-    "skip_special_tokens": (True, False),
+    "skip_special_tokens": (True, False, "false", None, 2, []),
+    "include_stop_str_in_output": (True, False, "no"),
+    "stream_id": ("camera", "", 5, "x" * 300),
+    "supersede": (True, False, "x"),
+    "stream_interval_ms": (0, 20, -1, 1e9, "5"),
+    "structured_outputs": ({"regex": "[ab]{3}"}, '{"choice": ["a"]}', {"json": 5}, {}, "x", None),
+    "guided_json": ({"type": "string", "maxLength": 3}, {"type": "x"}, {"$ref": "#"}, True, "{"),
+    "guided_regex": ("a{2}", "(", "a{99999}", "", 5),
     "nonsense": (1,),
     "\u202e\x00": (1,),
 }
@@ -65,6 +73,52 @@ RAW_JSON = (
 )
 BYTES = (b"", b"\xff\xfe", b"\xed\xa0\x80", b"\x00", "\u202eé\U0001f600".encode(), b"A" * 3000)
 TASKS = ("vqa", "caption", "refer", "detect", "classify", "video", "raw", "dance", "", "\u2028")
+TASKS += ("chat", "auto")
+CHAT_OPTIONS = ("add_generation_prompt", "continue_final_message")
+MARKERS = "</s><s><|user|><image><|image_pad|><video>"
+WORDS = (*["What is this?"] * 5, "", " ", MARKERS, "\u0000", "x " * 700, "a\n\nb")
+# Values for any place of a JSON object.
+ODD = (
+    None,
+    True,
+    0,
+    -1,
+    1e308,
+    2**64,
+    "",
+    "text",
+    [],
+    {},
+    [None],
+    {"type": "text"},
+    "\ud800",
+    "tool",
+    *WORDS,
+)
+# Fields of a request to the gateway, besides the sampling keys.
+FIELDS: Mapping[str, tuple[Any, ...]] = {
+    "model": ("base", "attention-r4", "head-r8", "broken", "nothing", "", "x" * 300, 3),
+    "task": (*TASKS, None, 3),
+    "stream": (True, True, False, "yes"),
+    "stream_options": ({"include_usage": True}, {"include_usage": 1}, {"x": True}, []),
+    "add_generation_prompt": (True, False, None, "no"),
+    "continue_final_message": (True, True, False, 1),
+    "logprobs": (True, False, 2, 99, "x"),
+    "top_logprobs": (0, 3, 21, -1, "x"),
+    "max_completion_tokens": (3, 0, -1, "x"),
+    "response_format": (
+        {"type": "json_object"},
+        {"type": "json_object", "schema": {"type": "object"}},
+        {"type": "json_schema", "json_schema": {"schema": {"const": 1}}},
+        {"type": "json_schema"},
+        {"type": "xml"},
+        "text",
+    ),
+    "user": ("me", 5),
+    "echo": (True, False),
+    "tools": ([], [{"type": "function"}]),
+    "nothing": (1,),
+}
 
 
 @dataclass
@@ -121,6 +175,10 @@ OUTPUTS = {
 }
 
 
+def to_base64(content: bytes) -> str:
+    return base64.b64encode(content).decode()
+
+
 class Mutator:
     """Generator of question number `index` of a seed."""
 
@@ -147,6 +205,8 @@ class Mutator:
             self._image,
             self._text,
             self._task_and_metadata,
+            self._chat,
+            self._chat,
             self._features,
             self._shape,
             self._datatype,
@@ -165,6 +225,85 @@ class Mutator:
             self._body(question)
             question.kinds.append("body")
         return question
+
+    def gateway_question(self) -> Question:
+        """Return a request to the gateway with odd fields, and odd values in its objects."""
+        dice = self.dice
+        kind = dice.choice(("chat/completions", "chat/completions", "completions"))
+        question = Question("gateway", f"/v1/{kind}")
+        body: dict[str, Any] = {"model": "base", "max_tokens": dice.randint(1, 6)}
+        if kind == "completions":
+            body["prompt"] = dice.choice((*WORDS, *WORDS, ["a"], ["a", "b"], 5))
+        else:
+            body |= self._messages(self._url_part)
+        known = FIELDS | KEYS
+        for name in dice.sample(sorted(known), dice.choice((0, 0, 1, 1, 2))):
+            body[name] = deepcopy(dice.choice(known[name]))
+            question.kinds.append(name)
+        for _ in range(dice.choice((0, 0, 0, 1, 2))):
+            self._spoil(body)
+            question.kinds.append("spoiled")
+        question.body = json.dumps(body).encode()
+        if dice.random() < 0.1:
+            question.body = self._flipped(question.body)
+            question.kinds.append("body")
+        elif dice.random() < 0.03:
+            question.body = dice.choice(RAW_JSON).encode()
+            question.kinds.append("raw")
+        return question
+
+    def _messages(self, media: Callable[[str], Any]) -> dict[str, Any]:
+        """Return messages with their options. media: returns a part of a type."""
+        dice = self.dice
+        kinds = dice.choices(("text", "image", "video"), (6, 3, 1), k=dice.randint(1, 6))
+        parts = [
+            {"type": "text", "text": dice.choice(WORDS)} if kind == "text" else media(kind)
+            for kind in kinds
+        ]
+        turns = []
+        while parts:
+            count = dice.randint(1, len(parts))
+            role = dice.choice(("user", "user", "assistant", "assistant", "system", "developer"))
+            turns.append({"role": role, "content": parts[:count]})
+            parts = parts[count:]
+        if dice.random() < 0.3:
+            turns[-1]["content"] = dice.choice(WORDS)
+        chat = {"messages": turns}
+        if turns[-1]["role"] == "assistant" and dice.random() < 0.7:
+            chat |= dict(zip(CHAT_OPTIONS, (False, True), strict=True))
+        return chat
+
+    def _url_part(self, kind: str) -> dict[str, Any]:
+        dice = self.dice
+        content = to_base64(picture() if dice.random() < 0.7 else self._picture())
+        if kind == "video":
+            url = "data:video/jpeg;base64," + ",".join([content] * dice.randint(1, 4))
+        else:
+            url = f"data:image/png;base64,{content}"
+        part = {"url": dice.choice((*[url] * 8, "http://127.0.0.1/a.png", "data:"))}
+        if kind == "image" and dice.random() < 0.2:
+            part["detail"] = dice.choice(("low", "sharp"))
+        return {"type": f"{kind}_url", f"{kind}_url": part}
+
+    def _spoil(self, value: Any) -> None:
+        """Replace, delete or add one value, at any depth of an object."""
+        dice = self.dice
+        while True:
+            keys = list(value) if isinstance(value, dict) else list(range(len(value)))
+            if not keys:
+                return
+            key = dice.choice(keys)
+            if not isinstance(value[key], dict | list) or dice.random() < 0.3:
+                break
+            value = value[key]
+        how, odd = dice.randrange(4), deepcopy(dice.choice(ODD))
+        if how == 0:
+            del value[key]
+        elif how == 1 and isinstance(value, dict):
+            names = ("extra", "name", "id", "reasoning_content", "type", "\u202e")
+            value[dice.choice(names)] = odd
+        else:
+            value[key] = odd
 
     def _make_valid(self, question: Question) -> None:
         dice = self.dice
@@ -218,8 +357,35 @@ class Mutator:
             ):
                 question.parameters[name] = value
 
+    def _chat(self, question: Question) -> None:
+        """Replace the text by JSON of messages, with the pictures that it has places for."""
+        counts = {"image": 0, "video": 0}
+
+        def part(kind: str) -> dict[str, str]:
+            counts[kind] += 1
+            return {"type": kind}
+
+        chat = self._messages(part)
+        for name, count in (("image", counts["image"]), ("frames", 3 * counts["video"])):
+            if count:
+                self._set(question, name, *[picture()] * count)
+        if self.dice.random() < 0.4:
+            self._spoil(chat)
+        self._set(question, "text_input", json.dumps(chat).encode())
+        if question.model.startswith("lmm") and self.dice.random() < 0.5:
+            question.inputs["messages"] = Tensor("BOOL", [1], b"\x01")
+            question.texts["messages"] = True
+        else:
+            self._set(question, "task", b"chat")
+
     def _image(self, question: Question) -> None:
-        dice, name = self.dice, self.dice.choice(("image", "frames"))
+        name = self.dice.choice(("image", "frames"))
+        count = self.dice.choice((0, 1, 1, 1, 2, 3, 65)) if self.dice.random() < 0.15 else 1
+        self._set(question, name, *([self._picture()] * count))
+
+    def _picture(self) -> bytes:
+        """Return a picture, which may be cut off or changed."""
+        dice = self.dice
         data = bytearray(picture((dice.randrange(256), 3, 3), (dice.randint(1, 90), 60)))
         how = dice.randrange(7)
         if how == 0:
@@ -231,8 +397,7 @@ class Mutator:
             data = bytearray(dice.randbytes(dice.randrange(300)))
         elif how == 5:
             data = bytearray(base64.b64encode(data)[: -dice.randrange(1, 9)])
-        count = dice.choice((0, 1, 1, 1, 2, 3, 65)) if how == 6 else 1
-        self._set(question, name, *([bytes(data)] * count))
+        return bytes(data)
 
     def _text(self, question: Question) -> None:
         words = (b"", b" ", b"<image>", b"<image><image>", b"x " * 700, b"</s><s>", *BYTES)
@@ -247,6 +412,7 @@ class Mutator:
     def _features(self, question: Question) -> None:
         dice = self.dice
         rows, width = dice.choice(((64, 192), (63, 192), (0, 192), (64, 191), (1, 1)))
+        clip = np.zeros((dice.choice((0, 1, 3)), dice.choice((0, 1, 40)), 30, 3), np.uint8)
         values = np.full((rows, width), dice.choice((0.0, 1e38, np.nan, np.inf)), np.float32)
         row = [0, dice.choice((64, 0, -1, 2**31 - 1)), 1, 8, 8, dice.choice((0, 1, 2))]
         layout = np.array([row] * dice.choice((0, 1, 1, 2)), np.int32).reshape(-1, 6)
@@ -254,6 +420,7 @@ class Mutator:
             "image_features": Tensor.array(values, "FP32"),
             "image_layout": Tensor.array(layout, "INT32"),
             "image_size": Tensor.array(np.full((len(layout), 2), -5, np.int32), "INT32"),
+            "frames_raw": Tensor.array(clip, "UINT8"),
         }
         for name in dice.sample(sorted(chosen), dice.randint(1, 3)):
             question.inputs[name] = chosen[name]
@@ -283,7 +450,7 @@ class Mutator:
 
     def _flags(self, question: Question) -> None:
         names = ["stream", "exclude_input_in_output", "return_logprobs", "return_finish_reason"]
-        names += ["return_cumulative_logprob", "return_num_output_tokens", "cancel"]
+        names += ["return_cumulative_logprob", "return_num_output_tokens", "cancel", "messages"]
         for name in self.dice.sample(names, 2):
             value = self.dice.random() < 0.5
             question.inputs[name] = Tensor("BOOL", [1], bytes([self.dice.choice((value, 2))]))
@@ -310,10 +477,13 @@ class Mutator:
         self._set(question, self.dice.choice(("picture", "", "TEXT_INPUT", "é")), b"x")
 
     def _body(self, question: Question) -> None:
-        body = bytearray(as_json(question))
+        question.body = self._flipped(as_json(question))
+
+    def _flipped(self, content: bytes) -> bytes:
+        body = bytearray(content)
         for _ in range(self.dice.randint(1, 8)):
             body[self.dice.randrange(len(body))] = self.dice.randrange(256)
-        question.body = bytes(body[: self.dice.choice((None, None, len(body) // 2))])
+        return bytes(body[: self.dice.choice((None, None, len(body) // 2))])
 
 
 def as_json(question: Question) -> bytes:

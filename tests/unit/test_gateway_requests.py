@@ -411,6 +411,7 @@ def test_a_replayed_answer_and_neutral_fields_of_other_servers_are_accepted() ->
         ({"no_stop_trim": True}, "UNSUPPORTED", "no_stop_trim"),
         ({"chat_template": "{{ x }}"}, "UNSUPPORTED", "chat_template"),
         ({"regex": "a+"}, "UNSUPPORTED", "regex"),
+        ({"response_format": {"type": ["text"]}}, "INVALID_ARG", "response_format"),
         (
             {"response_format": {"type": "text", "schema": {}}},
             "INVALID_ARG",

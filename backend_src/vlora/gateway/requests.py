@@ -229,7 +229,7 @@ def _structure(given: Mapping[str, Any]) -> dict[str, Any] | None:
 def _response_format(value: Any) -> dict[str, Any] | None:
     param = "response_format"
     kind = value.get("type") if isinstance(value, dict) else None
-    if isinstance(value, dict) and kind in RESPONSE_FORMATS:
+    if isinstance(value, dict) and isinstance(kind, str) and kind in RESPONSE_FORMATS:
         check_keys(value, ("type", *RESPONSE_FORMATS[kind]), param, f"'{param}'")
     if value is None or kind == "text":
         return None
