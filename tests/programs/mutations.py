@@ -36,7 +36,7 @@ KEYS: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (0, 2, -2, 3),
     "frequency_penalty": (0, 2, -2, "x"),
     "choices": (["red", "blue"], [], ["red"] * 300, [1], "red", ["é" * 50, "ж"], ["a", "ab"]),
-    "lora_name": (None, "attention-r4", "all-r8", "head-r8", "broken", "unknown", "", "../x", 3),
+    "lora_name": ("attention-r4", "feed-forward-r16", "head-r8", "broken", "no", "", "../x", None),
     "n": (1, 2, "1", 0),
     "best_of": (1, 2),
     "priority": (1,),
@@ -78,26 +78,10 @@ CHAT_OPTIONS = ("add_generation_prompt", "continue_final_message")
 MARKERS = "</s><s><|user|><image><|image_pad|><video>"
 WORDS = (*["What is this?"] * 5, "", " ", MARKERS, "\u0000", "x " * 700, "a\n\nb")
 # Values for any place of a JSON object.
-ODD = (
-    None,
-    True,
-    0,
-    -1,
-    1e308,
-    2**64,
-    "",
-    "text",
-    [],
-    {},
-    [None],
-    {"type": "text"},
-    "\ud800",
-    "tool",
-    *WORDS,
-)
+ODD = (*WORDS, None, True, -1, 1e308, 2**64, [], {}, [None], {"type": "text"}, "\ud800", "tool")
 # Fields of a request to the gateway, besides the sampling keys.
 FIELDS: Mapping[str, tuple[Any, ...]] = {
-    "model": ("base", "attention-r4", "head-r8", "broken", "nothing", "", "x" * 300, 3),
+    "model": ("base", "feed-forward-r16", "head-r8", "broken", "nothing", "", "x" * 300, 3),
     "task": (*TASKS, None, 3),
     "stream": (True, True, False, "yes"),
     "stream_options": ({"include_usage": True}, {"include_usage": 1}, {"x": True}, []),
@@ -143,8 +127,9 @@ class Tensor:
 
 @dataclass
 class Question:
-    """One request, which can be sent over several protocols.
+    """One request, which can be sent over several protocols. One to the gateway has only a body.
 
+    way: protocol, endpoint of HTTP, or path of the gateway.
     inputs: inputs for gRPC. texts: the same inputs for JSON. kinds: names of the mutations.
     """
 

@@ -81,22 +81,18 @@ def use_official_files(folder: Path, family: str) -> Path:
     if processor is not None:
         (folder / "chat_template.json").write_text(json.dumps({"chat_template": processor}))
     if tokenizer is not None:
-        _change(folder / "tokenizer_config.json", chat_template=tokenizer)
+        file = folder / "tokenizer_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": tokenizer}))
     if family in ADDING_BOS:
         backend = load_tokenizer(folder).backend_tokenizer
         bos = "<s>", backend.token_to_id("<s>")
-        added = processors.TemplateProcessing("<s> $A", "<s> $A <s> $B", [bos])
-        backend.post_processor = added
+        backend.post_processor = processors.TemplateProcessing("<s> $A", "<s> $A <s> $B", [bos])
         backend.save(str(folder / "tokenizer.json"))
     return folder
 
 
-def _change(file: Path, **changes: Any) -> None:
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
 def image(number: int = 0) -> dict[str, Any]:
-    """Return a part with one of four pictures of different sizes."""
+    """Return a part with a picture, whose size and pixels depend on its number."""
     rng = np.random.default_rng(number)
     content = png(rng.integers(0, 256, (*rng.integers(9, 40, 2), 3), np.uint8))
     url = f"data:image/png;base64,{base64.b64encode(content).decode()}"
@@ -156,8 +152,8 @@ def expected_tokens(folder: Path, messages: list[dict[str, Any]], **options: boo
     kind = _model_type(folder)
     turns = [{**message, "content": _stock(message["content"], kind)} for message in messages]
     options = {"add_generation_prompt": True, **options}
-    # A processor does these two steps. Those of some families need torchvision.
     turns = json.loads(json.dumps(turns).replace(MARKERS, WORD))
+    # A processor does these two steps. Those of some families need torchvision.
     prompt = tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False, **options)
     has_bos = kind in TEXT_ONLY or prompt.startswith(tokenizer.bos_token or "no token")
     if WORD not in prompt:
@@ -187,20 +183,15 @@ def _model_type(folder: Path) -> str:
 
 
 def conversation(folder: Path, name: str) -> list[dict[str, Any]]:
-    """Return the messages of a conversation, for text-only models without images."""
-    is_text_only = _model_type(folder) in TEXT_ONLY
-    return (without_images if is_text_only else list)(CONVERSATIONS[name])
+    """Return the messages of a conversation. For text-only models, each content is a string."""
 
-
-def without_images(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages with the texts of each content as one string."""
-
-    def words(content: Any) -> str:
-        if isinstance(content, str):
+    def words(content: Any) -> Any:
+        if isinstance(content, str) or _model_type(folder) not in TEXT_ONLY:
             return content
         return "\n".join(part["text"] for part in content if part["type"] == "text")
 
-    return [{**message, "content": words(message["content"])} for message in messages]
+    turns = CONVERSATIONS[name]
+    return [{**message, "content": words(message["content"])} for message in turns]
 
 
 def options_of(name: str) -> dict[str, bool]:
