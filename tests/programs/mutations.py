@@ -48,7 +48,7 @@ KEYS: Mapping[str, tuple[Any, ...]] = {
     "stream_interval_ms": (0, 20, -1, 1e9, "5"),
     "structured_outputs": ({"regex": "[ab]{3}"}, '{"choice": ["a"]}', {"json": 5}, {}, "x", None),
     "guided_json": ({"type": "string", "maxLength": 3}, {"type": "x"}, {"$ref": "#"}, True, "{"),
-    "guided_regex": ("a{2}", "(", "a{99999}", "", 5),
+    "guided_regex": ("a{2}", "(", "[ab]{400}", "(a|b)*\\d", "", 5),
     "nonsense": (1,),
     "\u202e\x00": (1,),
 }
@@ -466,8 +466,9 @@ class Mutator:
 
     def _flipped(self, content: bytes) -> bytes:
         body = bytearray(content)
+        values = self.dice.choice((128, 256))  # All of ASCII, or bytes that are seldom UTF-8.
         for _ in range(self.dice.randint(1, 8)):
-            body[self.dice.randrange(len(body))] = self.dice.randrange(256)
+            body[self.dice.randrange(len(body))] = self.dice.randrange(values)
         return bytes(body[: self.dice.choice((None, None, len(body) // 2))])
 
 
