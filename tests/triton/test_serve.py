@@ -8,11 +8,15 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from contextlib import closing
 from http.client import HTTPConnection
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from urllib.request import Request, urlopen
 
@@ -26,6 +30,7 @@ from typer.testing import CliRunner
 from tests.support.polling import until
 from tests.support.triton_client import Asker, Refused, to_inputs
 from vlora.cli import app
+from vlora.interpreters import python_command, python_environment
 from vlora.launcher.assembly import assemble
 from vlora.launcher.processes import children, is_alive
 from vlora.net import choose_ports
@@ -39,13 +44,41 @@ PROXIES = dict.fromkeys(("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
 """Proxies that answer nothing: `vlora serve` and `vlora probe` must not use them."""
 
 
+HOSTILE = Path(tempfile.mkdtemp(prefix="vlora-hostile-"))
+"""Folder in which all commands run. It has a file for each module that may be imported."""
+
+EXECUTED = HOSTILE.parent / f"{HOSTILE.name}.executed"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _hostile_folder(adapters_dir: Path) -> Iterator[None]:
+    names = {*sys.stdlib_module_names, *packages_distributions(), "sitecustomize", "vlora"}
+    for name in filter(str.isidentifier, names):
+        (HOSTILE / f"{name}.py").write_text(
+            f"with open({str(EXECUTED)!r}, 'a') as file: file.write({name!r} + ' ')\n"
+        )
+    shutil.copytree(adapters_dir / "all-r8", HOSTILE, dirs_exist_ok=True)
+    yield
+    shutil.rmtree(HOSTILE)
+    EXECUTED.unlink(missing_ok=True)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_in_the_working_folder_is_executed(_hostile_folder: None) -> Iterator[None]:
+    yield
+    assert not EXECUTED.exists(), EXECUTED.read_text()
+
+
 def run_vlora(*arguments: str) -> subprocess.Popen[str]:
+    hostile = {"HOME": str(HOSTILE), "PYTHONSTARTUP": str(HOSTILE / "json.py")}
+    hostile["PYTHONSAFEPATH"] = ""  # The processes must be safe without it.
     return subprocess.Popen(
-        [sys.executable, "-m", "vlora.cli", *arguments],
+        python_command("vlora.cli", *arguments),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, **PROXIES, "no_proxy": ""},
+        cwd=HOSTILE,
+        env={**python_environment(), **PROXIES, **hostile, "no_proxy": ""},
     )
 
 
@@ -275,3 +308,15 @@ def test_adapters_check_names_the_broken_adapter(checkpoint: Path, served_adapte
     assert done.exit_code == 1
     assert "ok      all-r8" in done.stdout
     assert "adapter 'broken': adapter_config.json" in done.stdout
+
+
+def test_commands_execute_nothing_in_the_working_folder_and_in_an_adapter(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "adapters").mkdir()
+    (tmp_path / "adapters" / "hostile").symlink_to(HOSTILE)
+    given = ["--model", str(checkpoint), "--adapters", str(tmp_path / "adapters")]
+    for command in (["adapters", "list"], ["adapters", "check"], ["capacity"]):
+        done = run_vlora(*command, *given)
+        assert "hostile" in done.communicate(timeout=120)[0]
+        assert done.returncode == 0

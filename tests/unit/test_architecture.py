@@ -25,6 +25,7 @@ LAYERS = [
         "file_names",
         "fork_server",
         "ids",
+        "interpreters",
         "metrics",
         "native",
         "openmp_env",

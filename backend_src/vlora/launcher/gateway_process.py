@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from vlora.interpreters import python_command, python_environment
 from vlora.launcher.processes import ended_with, start_tied
+from vlora.launcher.run_folder import root_of_runs
 from vlora.net import check_host, check_keys, choose_ports, reachable_host
 
 # Shortest and longest wait before a gateway that has ended is restarted. It doubles each time.
@@ -34,7 +34,7 @@ class GatewayProcess:
         self.url = f"http://{reachable_host(host)}:{chosen}"
         self._arguments = ["--host", host, "--port", str(chosen)]
         if keys is not None:
-            self._arguments += ["--keys", str(keys)]
+            self._arguments += ["--keys", str(keys.absolute())]
         self._say = say
         self._process: subprocess.Popen[bytes] | None = None
         self._stopping = False
@@ -44,9 +44,9 @@ class GatewayProcess:
         """Start the gateway for the server at these addresses. A second call does nothing."""
         if self._process is not None:
             return
-        command = [sys.executable, "-m", "vlora.cli", "gateway", *self._arguments]
+        command = python_command("vlora.cli", "gateway", *self._arguments)
         command += ["--grpc", grpc_url, "--metrics-url", metrics_url]
-        self._process = start_tied(command, os.environ, None)
+        self._process = _started(command)
         threading.Thread(target=self._watch, args=[command], name="gateway", daemon=True).start()
 
     def __enter__(self) -> GatewayProcess:
@@ -75,7 +75,12 @@ class GatewayProcess:
                 if self._changed.wait_for(lambda: self._stopping, wait):
                     return
                 try:
-                    self._process = start_tied(command, os.environ, None)
+                    self._process = _started(command)
                 except OSError as error:
                     self._say(f"the gateway cannot be started: {error.strerror}")
             wait = min(2 * wait, MAX_WAIT_SECONDS)
+
+
+def _started(command: list[str]) -> subprocess.Popen[bytes]:
+    # The folder of all runs, because the gateway outlives those of servers that are restarted.
+    return start_tied(command, python_environment(), None, root_of_runs())

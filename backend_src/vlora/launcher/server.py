@@ -8,10 +8,10 @@ the server, and the models end themselves (`lifeline.py`).
 from __future__ import annotations
 
 import math
-import os
+import re
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,7 @@ import psutil
 from vlora import draining, net, server_run
 from vlora.config import ADAPTERS_VARIABLE, MODEL_VARIABLE
 from vlora.errors import ServerError
+from vlora.interpreters import python_environment
 from vlora.launcher import processes, run_folder, server_log
 from vlora.launcher.assembly import Assembly, assemble
 from vlora.launcher.guard import guarded
@@ -45,6 +46,9 @@ PYTHON_BACKEND = {
     # threads.
     "thread-pool-size": "160",
 }
+
+# What stands before a path in Triton's arguments.
+_NAMES_PATH = re.compile(r"--[\w-]+-(cert|key|directory|repository|file)|.*,file")
 
 Report = Callable[[str], None]  # Function that prints a message for the user.
 
@@ -129,7 +133,9 @@ class TritonServer:
         repository = self._repository()
         run_folder.starting_file(self._folder, self.options.grpc_port).touch()
         command = [str(assembly.binary), *assembly.arguments, *self._arguments(repository)]
-        self._process = processes.start_tied(command, self._environment(assembly), log)
+        environment = self._environment(assembly)
+        # Triton's interpreters import from the working folder, which others must not have filled.
+        self._process = processes.start_tied(command, environment, log, self._folder)
 
     def wait_ready(self, report: Report | None = None) -> None:
         """Wait until all models are READY.
@@ -229,7 +235,7 @@ class TritonServer:
     def _repository(self) -> Path:
         options = self.options
         if not (options.model_json or options.multi_lora):
-            return options.repository
+            return options.repository.absolute()
         copy = self._folder / "model_repository"
         copy_with_overrides(options.repository, copy, options.model_json, options.multi_lora)
         return copy
@@ -249,11 +255,12 @@ class TritonServer:
             # itself sends SIGTERM only when no request is running.
             f"--exit-timeout-secs={math.ceil(self.options.grace_seconds)}",
             *(f"--backend-config=python,{key}={value}" for key, value in python.items()),
-            *self.options.triton_arguments,
+            *with_absolute_paths(self.options.triton_arguments),
         ]
 
     def _environment(self, assembly: Assembly) -> dict[str, str]:
-        environment = {**os.environ, **assembly.environment, **self.options.environment}
+        given = self.options.environment
+        environment = {**python_environment(), **assembly.environment, **given}
         environment[server_run.RUN_VARIABLE] = str(self._folder)
         model, adapters = self.options.model, self.options.adapters
         for variable, folder in ((MODEL_VARIABLE, model), (ADAPTERS_VARIABLE, adapters)):
@@ -268,3 +275,14 @@ class TritonServer:
             return net.get(f"http://{self.http_url}{path}", seconds=5, direct=True)
         except OSError:
             return None
+
+
+def with_absolute_paths(arguments: Sequence[str]) -> list[str]:
+    """Return arguments of Triton, whose working folder differs, with the paths in them absolute."""
+    result = []
+    for before, argument in zip(("", *arguments), arguments, strict=False):
+        name, equals, path = argument.rpartition("=")
+        if _NAMES_PATH.fullmatch(name or before) and not path.startswith("-"):
+            path = str(Path(path).absolute())
+        result.append(f"{name}{equals}{path}")
+    return result
