@@ -202,6 +202,8 @@ def test_help_names_the_values_of_options_in_words(
         ("serve --set max_num_seqs", "--set must have the form KEY=VALUE, not 'max_num_seqs'"),
         ("serve --set max_num_seq=8", "--set: unknown key 'max_num_seq'; did you mean"),
         ("serve --set max_num_seqs=none", "--set: 'max_num_seqs' must be a positive whole number"),
+        ("serve --set device=cuda:99", "'device' = 'cuda:99', but this machine has"),
+        ("models check gone", "no checkpoint at gone: the folder does not exist"),
         ("serve --model gone", "/gone: the folder does not exist"),
         ("gateway --grpc nohost", "--grpc takes HOST:PORT, as in 127.0.0.1:8001, not 'nohost'"),
         ("gateway --grpc h:99999", "--grpc takes HOST:PORT"),

@@ -14,7 +14,7 @@ from vlora.cli.common import Group
 
 # Modules of this package, in the order of `vlora --help`.
 COMMANDS = (
-    *("serve", "gateway", "probe", "repository", "adapters", "capacity", "premerge"),
+    *("serve", "gateway", "probe", "repository", "models", "adapters", "capacity", "premerge"),
     "tile-search",
 )
 

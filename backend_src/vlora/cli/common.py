@@ -210,16 +210,20 @@ def load_configuration(
     overrides = {MODEL_VARIABLE: model, ADAPTERS_VARIABLE: adapters}
     given = {name: str(path) for name, path in overrides.items() if path is not None}
     options = load_options(version / "model.json", os.environ | given, replacing, source)
-    if not (options.model / "config.json").is_file():
-        missing = "has no config.json" if options.model.is_dir() else "does not exist"
-        raise ServerError(
-            f"no checkpoint at {options.model}: the folder {missing} (nothing is downloaded);"
-            " set it with --model FOLDER"
-        )
+    check_checkpoint(options.model, "; set it with --model FOLDER")
     if options.adapters is not None:
         _check_adapter_root(options.adapters)
     names = load_adapter_names(version / "multi_lora.json")
     return Configuration(repository, replacing, options, names)
+
+
+def check_checkpoint(folder: Path, remedy: str = "") -> None:
+    """Raise ServerError if a folder is no checkpoint."""
+    if not (folder / "config.json").is_file():
+        missing = "has no config.json" if folder.is_dir() else "does not exist"
+        raise ServerError(
+            f"no checkpoint at {folder}: the folder {missing} (nothing is downloaded){remedy}"
+        )
 
 
 def _check_adapter_root(root: Path) -> None:

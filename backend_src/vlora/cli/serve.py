@@ -23,7 +23,7 @@ from vlora.launcher.gateway_process import GatewayProcess
 from vlora.launcher.repository import GRACE_SECONDS, ServerOptions
 from vlora.launcher.server import TritonServer
 from vlora.launcher.supervisor import RestartPolicy, Supervisor
-from vlora.model.folder_checks import check_folder
+from vlora.model.folder_checks import check_device, check_folder
 from vlora.model.multimodal import takes_images
 from vlora.net import LOOPBACK, check_ports
 
@@ -113,6 +113,7 @@ def serve(
         )
         options = configured.options
         check_folder(options.model)
+        check_device(options.device)
         server_options = ServerOptions(
             repository=configured.repository,
             model_json=configured.replacing,

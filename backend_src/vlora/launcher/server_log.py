@@ -24,6 +24,7 @@ NOISE = (
 # Messages of Triton about its own arguments, which stand before or after the list of options.
 _USAGE = re.compile("unrecognized option|Unexpected argument|option .* requires an argument")
 _INFORMATION = re.compile(r"I\d{4} \d\d:\d\d:")
+_FAILED = re.compile(r".*?failed to load '.*?'( version \d+)?")
 _BROKEN = re.compile(r"^W\d{4} .*\] \"\[lmm\] adapter '(.*?)': ")
 
 
@@ -63,17 +64,20 @@ def read_end(path: Path, start: int = 0, limit: int = MAX_BYTES) -> str:
 
 
 def why_it_did_not_start(log: str, lines: int = 12) -> str:
-    """Return the messages of models that failed to load, or else the errors, or else the end."""
+    """Return the messages of models that failed to load, or else the errors, or else the end.
+
+    Of models that failed for the same reason, the first one is named.
+    """
     text = log.splitlines()
-    unloaded = [
-        line.split(STACK)[0]
-        for line in text
-        if "failed to load '" in line and not _INFORMATION.match(line)
-    ]
+    unloaded: dict[str, str] = {}  # By reason.
+    for line in text:
+        if _FAILED.match(line) and not _INFORMATION.match(line):
+            message = line.split(STACK)[0]
+            unloaded.setdefault(_FAILED.sub("", message), message)
     usage = [line for line in text if _USAGE.search(line)]
     errors = usage or [line for line in text if line.startswith("E") or "error:" in line.lower()]
     rest = [line for line in text if not line.startswith(TABLE)]
-    return "\n".join((unloaded or _without_noise(errors) or rest)[-lines:])
+    return "\n".join(([*unloaded.values()] or _without_noise(errors) or rest)[-lines:])
 
 
 def why_it_failed(log_since_ready: str, lines: int = 12) -> str:
