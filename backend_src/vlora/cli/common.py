@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,8 @@ from vlora.config import (
 )
 from vlora.errors import ServerError, VLoraError
 from vlora.launcher.repository import default_repository
+
+FAULTS_OF_THE_SYSTEM = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
 # Words for values of options without a `metavar` of their own, instead of Python types.
 WORDS: dict[Any, str] = {int: "NUMBER", float: "NUMBER", str: "TEXT", Path: "PATH"}
@@ -181,6 +184,22 @@ def report_errors() -> Iterator[None]:
     except (ServerError, VLoraError) as error:
         error_console.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
         raise typer.Exit(1) from None
+    except Exception as error:
+        if not (reason := _fault_of_the_system(error)):
+            raise
+        error_console.print(f"[bold red]error:[/] {escape(reason)}", soft_wrap=True)
+        raise typer.Exit(1) from None
+
+
+def _fault_of_the_system(error: Exception) -> str:
+    """Return a sentence for a full disk or a missing right; "" for any other error."""
+    # safetensors has the number in its message.
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    number = int(found[1]) if found else getattr(error, "errno", None)
+    if number not in FAULTS_OF_THE_SYSTEM:
+        return ""
+    file = getattr(error, "filename", None) or "a file"
+    return f"{file} cannot be written or read: {os.strerror(number)}"
 
 
 def load_configuration(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from vlora.cli.common import console, option, print_plain
 from vlora.cli.gateway import check_installed
 from vlora.config import Options
 from vlora.errors import MAX_NAMES, ServerError
+from vlora.gateway.options import GatewayOptions
 from vlora.launcher.assembly import unknown_variables
 from vlora.launcher.gateway_process import GatewayProcess
 from vlora.launcher.repository import GRACE_SECONDS, ServerOptions
@@ -131,6 +133,8 @@ def serve(
             grace_seconds=grace,
         )
         supervisor = Supervisor(server_options, print_plain, RestartPolicy() if restart else None)
+        if gateway_port is not None:
+            _check_names(options, configured.names)
         with _gateway(host, gateway_port, gateway_keys) as gateway:
             supervisor.run(partial(_announce, options, gateway))
 
@@ -140,6 +144,15 @@ def _check_triton_arguments(arguments: list[str]) -> None:
         raise ServerError(
             f"unexpected argument '{arguments[0]}'; name a checkpoint with --model FOLDER, and"
             " write options of tritonserver itself after a separate --"
+        )
+
+
+def _check_names(options: Options, names: Mapping[str, str]) -> None:
+    base, root = GatewayOptions.base_name, options.adapters
+    if root is not None and (base in names or (root / base).is_dir()):
+        raise ServerError(
+            f"an adapter is named '{base}', which is the name of the base model in the gateway;"
+            f" give the adapter another name, or its requests would get the base model's answers"
         )
 
 
