@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -202,7 +203,7 @@ def assert_refused(asker: Asker, model: str) -> None:
 
 
 def test_serve_restarts_its_gateway_and_ends_with_a_model(
-    folders: list[str], served_adapters: Path
+    folders: list[str], served_adapters: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("fastapi", reason="the extra `gateway` is not installed")
     process = serve(
@@ -210,18 +211,21 @@ def test_serve_restarts_its_gateway_and_ends_with_a_model(
     )
     output = output_until(process, "gateway   http://")
     assert "1 adapter failed to load: broken (for the reasons, see the log" in output
-    url = output.split()[-2]
-    output_until(process, f"gateway   {url}/v1")
+    url = output.split()[-1].removesuffix("/v1")
+    with urlopen(f"{url}/playground/", timeout=60) as answer:  # It answers when it is printed.
+        assert answer.status == 200
+    assert not re.search("^E", (tmp_path / "log").read_text(), re.MULTILINE)
     (gateway,) = filter(is_gateway, children(process.pid))
     gateway.kill()
     output_until(process, "the gateway ended with signal SIGKILL; starting it again in 1 s")
-    output_until(process, f"gateway   {url}/v1")
+    output_until(process, f"the gateway answers again at {url}/v1")
     with urlopen(f"{url}/v1/models", timeout=60) as answer:
         assert "all-r8" in {model["id"] for model in json.load(answer)["data"]}
 
     server, models = processes_of(process)
     models["vision_encoder"].kill()
     output, _ = process.communicate(timeout=60)
+    assert "playground" not in output
     assert "CUDA" not in output
     assert "NVML" not in output
     assert process.returncode == 1
@@ -255,13 +259,12 @@ def test_a_killed_serve_with_a_server_from_path_leaves_nothing(
     assert "LD_LIBRARY_PATH" not in assembly.environment
     process = serve(*folders, *FREE_PORTS, "--gateway-port", "0")
     output = output_until(process, "gateway   http://")
-    url = output.split()[-2]
+    url = output.split()[-1].removesuffix("/v1")
     server, models = processes_of(process)
     assert server.exe() != str(on_path)
     assert f"--backend-directory={tmp_path / 'backends'}" in server.cmdline()
     body = json.dumps({"model": "base", "prompt": "hello", "max_tokens": 2}).encode()
     request = Request(f"{url}/v1/completions", body, {"content-type": "application/json"})
-    output_until(process, f"gateway   {url}/v1")
     with urlopen(request, timeout=60) as answer:
         assert json.load(answer)["choices"][0]["text"]
 

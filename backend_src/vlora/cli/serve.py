@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -22,7 +23,7 @@ from vlora.errors import MAX_NAMES, ServerError
 from vlora.gateway.options import GatewayOptions
 from vlora.launcher.assembly import unknown_variables
 from vlora.launcher.gateway_process import GatewayProcess
-from vlora.launcher.repository import GRACE_SECONDS, ServerOptions
+from vlora.launcher.repository import GRACE_SECONDS, STANDARD_OUTPUT, ServerOptions
 from vlora.launcher.server import TritonServer
 from vlora.launcher.supervisor import RestartPolicy, Supervisor
 from vlora.model.folder_checks import check_device, check_folder
@@ -135,7 +136,8 @@ def serve(
         supervisor = Supervisor(server_options, print_plain, RestartPolicy() if restart else None)
         if gateway_port is not None:
             _check_names(options, configured.names)
-        with _gateway(host, gateway_port, gateway_keys) as gateway:
+        to_file = log != STANDARD_OUTPUT
+        with _gateway(host, gateway_port, gateway_keys, to_file) as gateway:
             supervisor.run(partial(_announce, options, gateway))
 
 
@@ -157,7 +159,7 @@ def _check_names(options: Options, names: Mapping[str, str]) -> None:
 
 
 def _gateway(
-    host: str, port: int | None, keys: Path | None
+    host: str, port: int | None, keys: Path | None, log_to_file: bool
 ) -> AbstractContextManager[GatewayProcess | None]:
     if port is None:
         if keys is not None:
@@ -168,13 +170,20 @@ def _gateway(
         from vlora.gateway.door import load_keys
 
         load_keys(keys)
-    return GatewayProcess(host, port, keys, print_plain)
+    return GatewayProcess(host, port, keys, print_plain, log_to_file)
 
 
 def _announce(
     options: Options, gateway: GatewayProcess | None, server: TritonServer, seconds: float
 ) -> None:
     show = partial(console.print, soft_wrap=True)
+    started = time.monotonic()
+    late = ""
+    if gateway is not None:
+        gateway.start(server.grpc_url, server.metrics_url)
+        if not gateway.wait_ready(lambda: server.failure() is None):
+            late = " (does not answer yet)"
+    seconds += time.monotonic() - started
     models = ", ".join(server.options.models)
     show(f"[bold green]ready[/] in {seconds:.1f} s: {models}")
     show(f"model     {options.model}")
@@ -188,15 +197,15 @@ def _announce(
     console.print(f"gRPC      {server.grpc_url}")
     console.print(f"metrics   {server.metrics_url}")
     if gateway is not None:
-        console.print(f"gateway   {gateway.url} (starting)")
+        show(f"gateway   {gateway.url}/v1{late}")
     show(f"log       {server.log}")
+    if gateway is not None and gateway.log is not None:
+        show(f"          {gateway.log}")
     question = first_question(options, server.http_url)
     hint = f", with an image of yours as {OWN_PICTURE}" if OWN_PICTURE in question else ""
     console.print(f"Try this in another terminal{hint}:")
     print_plain(f"  {question}")
     console.print("Press Ctrl-C to stop the server.")
-    if gateway is not None:
-        gateway.start(server.grpc_url, server.metrics_url)
 
 
 def first_question(options: Options, url: str) -> str:

@@ -27,8 +27,10 @@ from vlora.launcher import processes, run_folder, server_log
 from vlora.launcher.assembly import Assembly, assemble
 from vlora.launcher.guard import guarded
 from vlora.launcher.repository import STANDARD_OUTPUT, ServerOptions, copy_with_overrides
+from vlora.model.folder_checks import gpu_count
 
-REPORT_SECONDS = 30.0  # Interval at which progress is reported while the server starts.
+# Time until the first report about the progress of the start. It doubles with each report.
+REPORT_SECONDS = 5.0
 
 # Seconds that the models get to cancel the requests that remain after the grace period.
 CANCEL_SECONDS = 5.0
@@ -140,11 +142,11 @@ class TritonServer:
     def wait_ready(self, report: Report | None = None) -> None:
         """Wait until all models are READY.
 
-        report: called every REPORT_SECONDS with a sentence about the progress.
+        report: called with a sentence about the progress, first after REPORT_SECONDS.
 
         Raises ServerError with the reason if the server ends, or after `start_seconds`.
         """
-        started = reported = time.monotonic()
+        started, report_after = time.monotonic(), REPORT_SECONDS
         limit = self.options.start_seconds
         while self._get("/v2/health/ready") is None:
             status, now = self.poll(), time.monotonic()
@@ -156,10 +158,10 @@ class TritonServer:
                     f"the server was not ready within {limit:g} s (--start-timeout):"
                     f" {processes.describe_loading(self.pid)}\n{self.explain()}"
                 )
-            if report is not None and now - reported >= REPORT_SECONDS:
+            if report is not None and now - started >= report_after:
                 loading = processes.describe_loading(self.pid)
                 report(f"still loading after {now - started:.0f} s: {loading}")
-                reported = now
+                report_after *= 2
             time.sleep(0.1)
         run_folder.protect_shared_memory(self._folder)
         self._models = processes.model_processes(self.pid)
@@ -170,6 +172,8 @@ class TritonServer:
         if missing:
             raise ServerError(f"not READY: the models {', '.join(missing)}\n{self.explain()}")
         run_folder.starting_file(self._folder, self.options.grpc_port).unlink()
+        if not gpu_count():
+            server_log.lower_noise(self.log)
         self._ready_at = self.log.stat().st_size if self.log.is_file() else 0
 
     def poll(self) -> int | None:
@@ -255,6 +259,7 @@ class TritonServer:
             # itself sends SIGTERM only when no request is running.
             f"--exit-timeout-secs={math.ceil(self.options.grace_seconds)}",
             *(f"--backend-config=python,{key}={value}" for key, value in python.items()),
+            *([] if gpu_count() else ["--allow-gpu-metrics=false"]),
             *with_absolute_paths(self.options.triton_arguments),
         ]
 

@@ -137,19 +137,22 @@ def check_folder(folder: Path) -> None:
     check_weights(folder, quantization)
 
 
-def check_device(device: str) -> None:
-    """Raise InvalidArgument if the driver knows no GPU with the name of the option `device`."""
-    if not device.startswith("cuda"):
-        return
+def gpu_count() -> int:
+    """Return the number of GPUs that the CUDA driver offers to this process."""
     count = ctypes.c_int()
     with suppress(OSError):  # Without a driver, the library does not exist.
         driver = ctypes.CDLL("libcuda.so.1")
         driver.cuInit(0)
         driver.cuDeviceGetCount(ctypes.byref(count))
-    if int(device.partition(":")[2] or 0) >= count.value:
+    return count.value
+
+
+def check_device(device: str) -> None:
+    """Raise InvalidArgument if the driver knows no GPU with the name of the option `device`."""
+    if device.startswith("cuda") and int(device.partition(":")[2] or 0) >= (count := gpu_count()):
         raise InvalidArgument(
-            f"'device' = '{device}', but this machine has {count.value} GPUs that CUDA can use,"
-            ' numbered from 0; use "cpu" or "auto"'
+            f"'device' = '{device}', but this machine has {count} GPUs that CUDA can use, numbered"
+            ' from 0; use "cpu" or "auto"'
         )
 
 
