@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -97,6 +98,9 @@ class GatewayProcess:
         # The folder of all runs, because the gateway outlives those of servers that are restarted.
         return start_tied(command, python_environment(), self._output, root_of_runs())
 
+    def _keeps_running(self, process: subprocess.Popen[bytes]) -> bool:
+        return not self._stopping and process.poll() is None
+
     def _watch(self, command: list[str]) -> None:
         wait = FIRST_WAIT_SECONDS
         process = self._process
@@ -115,6 +119,6 @@ class GatewayProcess:
                     process = self._process = self._started(command)
                 except OSError as error:
                     self._say(f"the gateway cannot be started: {error.strerror}")
-            if self.wait_ready(lambda one=process: not self._stopping and one.poll() is None):
+            if self.wait_ready(partial(self._keeps_running, process)):
                 self._say(f"the gateway answers again at {self.url}/v1")
             wait = min(2 * wait, MAX_WAIT_SECONDS)
