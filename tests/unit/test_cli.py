@@ -247,3 +247,9 @@ def test_an_adapter_that_the_gateway_would_hide_is_refused(own: dict[str, Path])
     given = ["--repository", str(own["--repository"]), "--gateway-port", "0"]
     done = CliRunner().invoke(app, ["serve", *given])
     assert "an adapter is named 'base', which is the name of the base model" in done.output
+
+
+def test_a_command_without_arguments_uses_the_demo() -> None:
+    done = CliRunner().invoke(app, ["adapters", "list"])
+    assert done.exit_code == 0, done.exception
+    assert "counting" in done.output

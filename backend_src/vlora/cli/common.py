@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from itertools import takewhile
+from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -125,7 +125,7 @@ class ConfiguredCommand(Command):
         known = {name for parameter in self.get_params(ctx) for name in parameter.opts}
         keys = {field.name for field in fields(Options)} - {"notes"}
         words = list(takewhile(lambda word: word != "--", args))
-        for word, following in zip(words, [*words[1:], ""], strict=True):
+        for word, following in zip_longest(words, words[1:], fillvalue=""):
             name, equals, value = word.partition("=")
             key = name.removeprefix("--").replace("-", "_")
             if not name.startswith("--") or name in known or key not in keys:
