@@ -95,7 +95,11 @@ def unknown_commands(lines: Sequence[str]) -> Iterator[str]:
                 if not files() & {(path := module.replace(".", "/")), f"{path}.py"}:
                     yield f"{line}: no module {module}"
             case ["vlora", command, *rest] if re.fullmatch("[a-z][a-z-]+", command):
-                nested = [word for word in rest[:1] if command == "adapters" and word[0].islower()]
+                nested = [
+                    word
+                    for word in rest[:1]
+                    if command in ("adapters", "models") and word[0].islower()
+                ]
                 text = help_of("vlora.cli", command, *nested)
                 options = re.findall(r"(?<!\S)\[?(--[a-z-]+)", " ".join(rest)) if text else []
                 if not text:

@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from vlora.interpreters import python_command, python_environment
+
 PR_SET_PDEATHSIG = 1
 FORK, STOP = b"F", b"K"
 # Command to the fork server: kind (FORK or STOP), and id of the process to stop. The socket of the
@@ -132,13 +134,13 @@ class ForkServer:
         with theirs:
             files = (theirs.fileno(), self._data)
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-W", "ignore", "-m", self._module, *map(str, files)],
+                python_command(self._module, *map(str, files)),
                 pass_fds=files,
                 stdin=subprocess.DEVNULL,
                 # The fork server must find the same packages as this process.
                 env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                    **python_environment(sys.path),
+                    "PYTHONWARNINGS": "ignore",
                     **self._settings,
                 },
             )

@@ -14,10 +14,12 @@ import sys
 import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from http.client import HTTPException
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from vlora.errors import ServerError
 
@@ -35,13 +37,43 @@ def is_local(host: str) -> bool:
         return host == "localhost"
 
 
-def grpc_options(host: str) -> tuple[tuple[str, int], ...]:
-    """Return the options of a gRPC channel to `host`: no proxy if it is this machine."""
-    return (("grpc.enable_http_proxy", 0),) if is_local(host) else ()
+@dataclass(frozen=True)
+class Tls:
+    """PEM files for a connection with TLS; key and certificate of the client for mutual TLS.
+
+    name: name in the server's certificate, if it differs from the host.
+    """
+
+    ca: Path
+    name: str | None = None
+    key: Path | None = None
+    certificate: Path | None = None
+
+    def credentials(self) -> Any:
+        """Return gRPC's credentials of a channel. Raises OSError if a file cannot be read."""
+        import grpc
+
+        files = (self.ca, self.key, self.certificate)
+        contents = (None if file is None else file.read_bytes() for file in files)
+        return grpc.ssl_channel_credentials(*contents)
 
 
-# Pattern of a gRPC address, HOST:PORT. Its group matches the port.
-GRPC_ADDRESS = re.compile(r"[^/\s]+:(\d{1,5})")
+def grpc_options(address: str, tls: Tls | None = None) -> tuple[tuple[str, int | str], ...]:
+    """Return the options of a gRPC channel: no proxy if the address is on this machine, and in turn
+    all addresses of a name after `dns:///`.
+    """
+    options: list[tuple[str, int | str]] = []
+    if is_local(address.removeprefix("dns:///").rpartition(":")[0]):
+        options.append(("grpc.enable_http_proxy", 0))
+    if address.startswith(("dns:", "ipv4:")):
+        options.append(("grpc.lb_policy_name", "round_robin"))
+    if tls is not None and tls.name is not None:
+        options.append(("grpc.ssl_target_name_override", tls.name))
+    return tuple(options)
+
+
+# Pattern of a gRPC address, HOST:PORT or dns:///HOST:PORT. Its group matches the port.
+GRPC_ADDRESS = re.compile(r"(?:dns:///)?[^/\s]+:(\d{1,5})")
 
 # Text of gRPC's errors when the port belongs to an HTTP/1 server, such as Triton's.
 NOT_GRPC = re.compile("Failed parsing HTTP/2|Socket closed")

@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from contextlib import closing
 from http.client import HTTPConnection
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from urllib.request import Request, urlopen
 
@@ -26,6 +31,7 @@ from typer.testing import CliRunner
 from tests.support.polling import until
 from tests.support.triton_client import Asker, Refused, to_inputs
 from vlora.cli import app
+from vlora.interpreters import python_command, python_environment
 from vlora.launcher.assembly import assemble
 from vlora.launcher.processes import children, is_alive
 from vlora.net import choose_ports
@@ -39,13 +45,41 @@ PROXIES = dict.fromkeys(("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
 """Proxies that answer nothing: `vlora serve` and `vlora probe` must not use them."""
 
 
+HOSTILE = Path(tempfile.mkdtemp(prefix="vlora-hostile-"))
+"""Folder in which all commands run. It has a file for each module that may be imported."""
+
+EXECUTED = HOSTILE.parent / f"{HOSTILE.name}.executed"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _hostile_folder(adapters_dir: Path) -> Iterator[None]:
+    names = {*sys.stdlib_module_names, *packages_distributions(), "sitecustomize", "vlora"}
+    for name in filter(str.isidentifier, names):
+        (HOSTILE / f"{name}.py").write_text(
+            f"with open({str(EXECUTED)!r}, 'a') as file: file.write({name!r} + ' ')\n"
+        )
+    shutil.copytree(adapters_dir / "all-r8", HOSTILE, dirs_exist_ok=True)
+    yield
+    shutil.rmtree(HOSTILE)
+    EXECUTED.unlink(missing_ok=True)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_in_the_working_folder_is_executed(_hostile_folder: None) -> Iterator[None]:
+    yield
+    assert not EXECUTED.exists(), EXECUTED.read_text()
+
+
 def run_vlora(*arguments: str) -> subprocess.Popen[str]:
+    hostile = {"HOME": str(HOSTILE), "PYTHONSTARTUP": str(HOSTILE / "json.py")}
+    hostile["PYTHONSAFEPATH"] = ""  # The processes must be safe without it.
     return subprocess.Popen(
-        [sys.executable, "-m", "vlora.cli", *arguments],
+        python_command("vlora.cli", *arguments),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, **PROXIES, "no_proxy": ""},
+        cwd=HOSTILE,
+        env={**python_environment(), **PROXIES, **hostile, "no_proxy": ""},
     )
 
 
@@ -169,7 +203,7 @@ def assert_refused(asker: Asker, model: str) -> None:
 
 
 def test_serve_restarts_its_gateway_and_ends_with_a_model(
-    folders: list[str], served_adapters: Path
+    folders: list[str], served_adapters: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("fastapi", reason="the extra `gateway` is not installed")
     process = serve(
@@ -177,18 +211,21 @@ def test_serve_restarts_its_gateway_and_ends_with_a_model(
     )
     output = output_until(process, "gateway   http://")
     assert "1 adapter failed to load: broken (for the reasons, see the log" in output
-    url = output.split()[-2]
-    output_until(process, f"gateway   {url}/v1")
+    url = output.split()[-1].removesuffix("/v1")
+    with urlopen(f"{url}/playground/", timeout=60) as answer:  # It answers when it is printed.
+        assert answer.status == 200
+    assert not re.search("^E", (tmp_path / "log").read_text(), re.MULTILINE)
     (gateway,) = filter(is_gateway, children(process.pid))
     gateway.kill()
     output_until(process, "the gateway ended with signal SIGKILL; starting it again in 1 s")
-    output_until(process, f"gateway   {url}/v1")
+    output_until(process, f"the gateway answers again at {url}/v1")
     with urlopen(f"{url}/v1/models", timeout=60) as answer:
         assert "all-r8" in {model["id"] for model in json.load(answer)["data"]}
 
     server, models = processes_of(process)
     models["vision_encoder"].kill()
     output, _ = process.communicate(timeout=60)
+    assert "playground" not in output
     assert "CUDA" not in output
     assert "NVML" not in output
     assert process.returncode == 1
@@ -222,13 +259,12 @@ def test_a_killed_serve_with_a_server_from_path_leaves_nothing(
     assert "LD_LIBRARY_PATH" not in assembly.environment
     process = serve(*folders, *FREE_PORTS, "--gateway-port", "0")
     output = output_until(process, "gateway   http://")
-    url = output.split()[-2]
+    url = output.split()[-1].removesuffix("/v1")
     server, models = processes_of(process)
     assert server.exe() != str(on_path)
     assert f"--backend-directory={tmp_path / 'backends'}" in server.cmdline()
     body = json.dumps({"model": "base", "prompt": "hello", "max_tokens": 2}).encode()
     request = Request(f"{url}/v1/completions", body, {"content-type": "application/json"})
-    output_until(process, f"gateway   {url}/v1")
     with urlopen(request, timeout=60) as answer:
         assert json.load(answer)["choices"][0]["text"]
 
@@ -275,3 +311,15 @@ def test_adapters_check_names_the_broken_adapter(checkpoint: Path, served_adapte
     assert done.exit_code == 1
     assert "ok      all-r8" in done.stdout
     assert "adapter 'broken': adapter_config.json" in done.stdout
+
+
+def test_commands_execute_nothing_in_the_working_folder_and_in_an_adapter(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "adapters").mkdir()
+    (tmp_path / "adapters" / "hostile").symlink_to(HOSTILE)
+    given = ["--model", str(checkpoint), "--adapters", str(tmp_path / "adapters")]
+    for command in (["adapters", "list"], ["adapters", "check"], ["capacity"]):
+        done = run_vlora(*command, *given)
+        assert "hostile" in done.communicate(timeout=120)[0]
+        assert done.returncode == 0

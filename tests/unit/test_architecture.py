@@ -25,6 +25,7 @@ LAYERS = [
         "file_names",
         "fork_server",
         "ids",
+        "interpreters",
         "metrics",
         "native",
         "openmp_env",
@@ -108,6 +109,19 @@ def test_only_serving_triton_imports_triton() -> None:
     }
     assert users
     assert all(name.startswith("serving/triton/") for name in users), users
+
+
+def test_no_checkpoint_is_fetched_or_runs_code() -> None:
+    calls = [
+        (path.name, {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords})
+        for path in ROOT.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".from_pretrained")
+    ]
+    assert calls
+    for name, given in calls:
+        safe = {"local_files_only": "True", "trust_remote_code": "False"}
+        assert safe.items() <= given.items(), (name, given)
 
 
 def test_no_simple_queue_is_read_with_a_timeout() -> None:

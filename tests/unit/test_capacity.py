@@ -110,13 +110,26 @@ def test_the_table_shows_the_cost_of_each_rank(checkpoint: Path, adapters_dir: P
     plan = capacity.plan(Options(model=checkpoint, adapters=adapters_dir), {}, 1 << 28)
     by_rank = [cost.packed_bytes for cost in plan.examples if cost.name.endswith("all")]
     assert by_rank == sorted(by_rank)
+    options = Options(model=checkpoint, feature_cache_bytes=1 << 30)
+    others = capacity.others_bytes(options)
+    # An encoder and two smaller models of at least 100 MiB each besides the cache.
+    assert (1 << 30) + (400 << 20) < others < (1 << 30) + (2000 << 20)
+    alone, all_ = (capacity.plan(options, {}, 1 << 31, others_bytes=one) for one in (0, others))
+    assert all_.fixed_bytes == alone.fixed_bytes + others
     assert by_rank[-1] > 4 * by_rank[0]
     result = CliRunner().invoke(
         cli.app,
         ["capacity", "--model", str(checkpoint), "--adapters", str(adapters_dir), "--memory", "64"],
     )
     assert result.exit_code == 0, result.output
-    for name in ("rank 8, all", "attention-r4", "merged weights", "host copies", "page pool"):
+    for name in (
+        "rank 8, all",
+        "attention-r4",
+        "other processes",
+        "merged weights",
+        "host copies",
+        "page pool",
+    ):
         assert name in result.output
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import io
 import json
 import re
@@ -12,13 +13,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import typer
 from rich.console import Console
+from safetensors import SafetensorError
 from typer.core import TyperGroup
 from typer.testing import CliRunner
 
+import vlora
 from benchmarks.frame import REGISTRY, command_line
 from tests.support.fakes import adapter
 from tools.demo.__main__ import app as demo
@@ -202,6 +206,9 @@ def test_help_names_the_values_of_options_in_words(
         ("serve --set max_num_seqs", "--set must have the form KEY=VALUE, not 'max_num_seqs'"),
         ("serve --set max_num_seq=8", "--set: unknown key 'max_num_seq'; did you mean"),
         ("serve --set max_num_seqs=none", "--set: 'max_num_seqs' must be a positive whole number"),
+        ("serve --set device=cuda:99", "'device' = 'cuda:99', but this machine has"),
+        ("--version", f"vlora {vlora.__version__}\n"),
+        ("models check gone", "no checkpoint at gone: the folder does not exist"),
         ("serve --model gone", "/gone: the folder does not exist"),
         ("gateway --grpc nohost", "--grpc takes HOST:PORT, as in 127.0.0.1:8001, not 'nohost'"),
         ("gateway --grpc h:99999", "--grpc takes HOST:PORT"),
@@ -212,6 +219,37 @@ def test_a_mistake_in_a_command_is_named_with_what_would_be_right(
     arguments: str, message: str
 ) -> None:
     done = CliRunner().invoke(app, arguments.split())
-    assert done.exit_code in (1, 2)
+    assert done.exit_code in (1, 2) or arguments == "--version"
     assert message in done.output
     assert "Errno" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("error", "file"),
+    [
+        (OSError(errno.ENOSPC, "?", "out/model"), "out/model"),
+        (SafetensorError("I/O error: No space left on device (os error 28)"), "a file"),
+    ],
+)
+def test_a_full_disk_is_told_in_a_sentence(
+    error: Exception, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vlora.launcher.repository.write_repository", Mock(side_effect=error))
+    done = CliRunner().invoke(app, ["repository", "out"])
+    assert (done.exit_code, done.output) == (
+        1,
+        f"error: {file} cannot be written or read: No space left on device\n",
+    )
+
+
+def test_an_adapter_that_the_gateway_would_hide_is_refused(own: dict[str, Path]) -> None:
+    (own["--options"].with_name("one") / "base").mkdir()
+    given = ["--repository", str(own["--repository"]), "--gateway-port", "0"]
+    done = CliRunner().invoke(app, ["serve", *given])
+    assert "an adapter is named 'base', which is the name of the base model" in done.output
+
+
+def test_a_command_without_arguments_uses_the_demo() -> None:
+    done = CliRunner().invoke(app, ["adapters", "list"])
+    assert done.exit_code == 0, done.exception
+    assert "counting" in done.output

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
+import subprocess
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +24,7 @@ from vlora.gateway.app import Gateway
 from vlora.gateway.backend import RECONNECT_SECONDS, Backend, Question, wait_for_first_answer
 from vlora.gateway.errors import STATUSES, ApiError, from_grpc
 from vlora.gateway.options import GatewayOptions
-from vlora.net import choose_ports, load_grpc_stubs
+from vlora.net import Tls, choose_ports, grpc_options, load_grpc_stubs
 
 service_pb2, service_pb2_grpc = load_grpc_stubs()
 
@@ -57,10 +60,10 @@ def address() -> str:
 
 
 @contextmanager
-def serving(address: str, *, hangs: bool = False) -> Iterator[Server]:
+def serving(address: str, *, hangs: bool = False, tls: Any = None) -> Iterator[Server]:
     servicer, server = Server(hangs), grpc.server(ThreadPoolExecutor(32))
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, server)
-    server.add_insecure_port(address)
+    server.add_secure_port(address, tls) if tls else server.add_insecure_port(address)
     server.start()
     try:
         yield servicer
@@ -75,6 +78,46 @@ async def client(address: str, answer_seconds: float = 5.0) -> AsyncIterator[Bac
         yield backend
     finally:
         await backend.close()
+
+
+@pytest.mark.skipif(not shutil.which("openssl"), reason="makes no certificate without openssl")
+def test_a_server_with_tls_is_asked_by_the_name_in_its_certificate(
+    address: str, tmp_path: Path
+) -> None:
+    key, ca = tmp_path / "server.key", tmp_path / "server.crt"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=vlora"]
+    command += ["-addext", "subjectAltName=DNS:vlora", "-keyout", str(key), "-out", str(ca)]
+    subprocess.run(command, check=True, capture_output=True)
+
+    async def describe(tls: Tls | None) -> Any:
+        asked = Backend(address, 5.0, tls)
+        try:
+            return await asked.describe()
+        finally:
+            await asked.close()
+
+    pair = (key.read_bytes(), ca.read_bytes())
+    with serving(address, tls=grpc.ssl_server_credentials([pair])):
+        assert asyncio.run(describe(Tls(ca, "vlora"))) == {}
+        for wrong in (None, Tls(ca)):
+            with pytest.raises(ApiError):
+                asyncio.run(describe(wrong))
+
+
+def test_servers_with_one_name_are_asked_in_turn(address: str) -> None:
+    other = f"127.0.0.2:{address.rpartition(':')[2]}"
+
+    async def describe() -> None:
+        async with client(f"ipv4:{address},{other}") as asked:
+            for _ in range(20):
+                asked._described = None
+                await asked.describe()
+
+    with serving(address) as one, serving(other) as two:
+        asyncio.run(describe())
+    assert one.calls > 0
+    assert two.calls > 0
+    assert dict(grpc_options("dns:///vlora:8001"))["grpc.lb_policy_name"] == "round_robin"
 
 
 @pytest.mark.parametrize("size", [1, 80_000_000])

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import pytest
 import torch
@@ -154,9 +155,9 @@ def test_a_dora_needs_its_key_in_the_config_and_the_config_its_magnitudes(
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"peft_type": "IA3"}, "of type 'IA3' cannot be loaded by PEFT"),
-        ({"peft_type": "NONSENSE"}, "of type 'NONSENSE' cannot be loaded by PEFT"),
-        ({"peft_type": ["LORA"]}, "cannot be loaded by PEFT"),
+        ({"peft_type": "NONSENSE"}, "has peft_type 'NONSENSE', which is not converted"),
+        ({"peft_type": ["LORA"]}, "which is not converted; converted are LORA, C3A,"),
+        ({"peft_type": "VERA"}, "of type 'VERA' cannot be loaded by PEFT"),
         ({"peft_type": "LOHA", "bias": "all"}, "bias 'all'"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"init_lora_weights": "corda"}, "path_initial_model_for_weight_conversion"),
@@ -168,6 +169,23 @@ def test_a_config_that_cannot_be_converted_is_refused(
 ) -> None:
     edit_config(plain, **change)
     check_refused(base, plain, reason)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("SHADOW", {"shadow_model": "someone/model"}),
+        ("PROMPT_TUNING", {"tokenizer_name_or_path": "someone/model", "num_virtual_tokens": 1}),
+        ("MULTITASK_PROMPT_TUNING", {"num_virtual_tokens": 1}),
+        ("XLORA", {"adapters": {"0": "someone/model"}}),
+    ],
+)
+def test_a_config_that_names_other_models_is_refused_before_peft_reads_it(
+    base: Base, plain: Path, kind: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("peft.PeftConfig.from_peft_type", lambda **_: pytest.fail("read"))
+    edit_config(plain, peft_type=kind, **more)
+    check_refused(base, plain, f"has peft_type '{kind}', which is not converted")
 
 
 class Code:
@@ -225,6 +243,16 @@ def test_bytes_that_are_no_pickle_are_refused(base: Base, plain: Path, content: 
     (plain / PICKLED).write_bytes(content)
     (plain / WEIGHTS).unlink()
     check_refused(base, plain, "adapter_model.bin")
+
+
+def test_a_pickle_that_unpacks_to_more_than_its_size_is_refused_unread(
+    base: Base, plain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ZipFile(plain / PICKLED, "w", ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data/0", bytes(1 << 24))
+    (plain / WEIGHTS).unlink()
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("loaded"))
+    check_refused(base, plain, "bytes and unpacks to 16777216; torch saves tensors uncompressed")
 
 
 def test_the_safetensors_file_wins_over_a_pickle(base: Base, plain: Path) -> None:

@@ -26,7 +26,7 @@ from vlora.launcher.gateway_process import GatewayProcess
 from vlora.launcher.guard import guarded
 from vlora.launcher.processes import children, end, ended_with, how_it_ended, is_alive, start_tied
 from vlora.launcher.run_folder import run_folder
-from vlora.launcher.server import TritonServer
+from vlora.launcher.server import TritonServer, with_absolute_paths
 from vlora.server_run import RUN_VARIABLE, SHARED_MEMORY, shared_memory_prefix
 from vlora.serving.model_process import Lifeline
 
@@ -374,3 +374,23 @@ def test_a_gateway_that_cannot_be_started_for_the_moment_is_started_later(
         assert started.wait(30)
         assert "the gateway cannot be started: no process is left" in said
         until(lambda: gateway._process is not None and gateway._process.poll() is None)
+
+
+def test_relative_paths_in_arguments_of_triton_start_at_the_working_folder_of_the_user() -> None:
+    here = Path.cwd()
+    given = [
+        "--grpc-server-cert=a.crt",
+        "--grpc-server-key",
+        "b.key",
+        "--trace-config=t,file=c",
+    ]
+    kept = [
+        "--http-restricted-api=logging:my-key=x",
+        "--log-info",
+        "true",
+        "--log-file=/d",
+    ]
+    assert with_absolute_paths([*given, *kept]) == [
+        *(f"--grpc-server-cert={here}/a.crt", "--grpc-server-key", f"{here}/b.key"),
+        *(f"--trace-config=t,file={here}/c", *kept),
+    ]

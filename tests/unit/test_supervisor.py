@@ -213,6 +213,8 @@ def test_a_failed_start_is_explained_by_model_errors_then_other_errors_then_the_
     failed = f"E{AT} model_lifecycle.cc:1] \"failed to load 'lmm': no checkpoint"
     logged = f"{failed}\\n\\nAt:\\n  x.py(1)\nI{AT} model_lifecycle.cc:7] \"failed to load 'lmm'\""
     assert why_it_did_not_start(LOG + logged) == failed
+    again = failed.replace("'lmm'", "'vision_encoder'")
+    assert why_it_did_not_start(f"{failed}\n{again}") == failed, "a reason is given once"
     assert why_it_did_not_start(LOG + "Error: bad option") == "Error: bad option"
     wrong = "tritonserver: unrecognized option '--nonsense'"
     assert why_it_did_not_start(f"{wrong}\nUsage: tritonserver\n--on-error: stop\n") == wrong

@@ -6,15 +6,16 @@ Kubernetes may run `vlora probe` every few seconds, so no command imports the mo
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
-from vlora.cli.common import Group
+from vlora import __version__
+from vlora.cli.common import Group, option
 
 # Modules of this package, in the order of `vlora --help`.
 COMMANDS = (
-    *("serve", "gateway", "probe", "repository", "adapters", "capacity", "premerge"),
+    *("serve", "gateway", "probe", "repository", "models", "adapters", "capacity", "premerge"),
     "tile-search",
 )
 
@@ -42,8 +43,19 @@ class LazyGroup(Group):
 app = typer.Typer(cls=LazyGroup, no_args_is_help=True, add_completion=False)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"vlora {__version__}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool, option(None, "Print the version.", "--version", is_eager=True, callback=_print_version)
+]
+
+
 @app.callback()
-def _root() -> None:
+def _root(version: Version = False) -> None:
     """Serve one large multimodal model and many LoRA adapters with Triton."""
 
 

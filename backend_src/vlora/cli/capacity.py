@@ -35,14 +35,16 @@ def capacity(
     The exit status is 1 if no memory is left for KV-cache pages.
     """
     # Imported here because they import torch.
-    from vlora.engine.capacity import plan, process_bytes
+    from vlora.engine.capacity import others_bytes, plan, process_bytes
     from vlora.model.weight_files import check_files
 
     with common.report_errors():
         configured = common.load_configuration(model, adapters, repository, options_file)
         options = configured.options
         check_files(options.model)
-        result = plan(options, configured.names, int(memory * GIB), process_bytes(options))
+        own, available = process_bytes(options), int(memory * GIB)
+        others = others_bytes(options)
+        result = plan(options, configured.names, available, own, others_bytes=others)
         console.print(_parts_table(result))
         if not result.pages:
             raise typer.Exit(1)
@@ -59,6 +61,7 @@ def _parts_table(result: Capacity) -> Table:
     sequences = f"{result.sequences(used)} sequences of {result.context_tokens} tokens"
     rows = [
         ("process", result.process_bytes, "interpreter, libraries and tokenizer"),
+        ("other processes", result.others_bytes, "encoder with its cache, Triton, gateway"),
         ("base weights", result.weights_bytes, "the decoder's weights"),
         ("merged weights", result.merged_bytes, "merged copy of adapted matrices"),
         ("host copies", result.host_bytes, "adapters in float32"),

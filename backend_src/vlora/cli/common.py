@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from itertools import takewhile
+from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,6 +30,8 @@ from vlora.config import (
 )
 from vlora.errors import ServerError, VLoraError
 from vlora.launcher.repository import default_repository
+
+FAULTS_OF_THE_SYSTEM = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
 # Words for values of options without a `metavar` of their own, instead of Python types.
 WORDS: dict[Any, str] = {int: "NUMBER", float: "NUMBER", str: "TEXT", Path: "PATH"}
@@ -122,7 +125,7 @@ class ConfiguredCommand(Command):
         known = {name for parameter in self.get_params(ctx) for name in parameter.opts}
         keys = {field.name for field in fields(Options)} - {"notes"}
         words = list(takewhile(lambda word: word != "--", args))
-        for word, following in zip(words, [*words[1:], ""], strict=True):
+        for word, following in zip_longest(words, words[1:], fillvalue=""):
             name, equals, value = word.partition("=")
             key = name.removeprefix("--").replace("-", "_")
             if not name.startswith("--") or name in known or key not in keys:
@@ -181,6 +184,22 @@ def report_errors() -> Iterator[None]:
     except (ServerError, VLoraError) as error:
         error_console.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
         raise typer.Exit(1) from None
+    except Exception as error:
+        if not (reason := _fault_of_the_system(error)):
+            raise
+        error_console.print(f"[bold red]error:[/] {escape(reason)}", soft_wrap=True)
+        raise typer.Exit(1) from None
+
+
+def _fault_of_the_system(error: Exception) -> str:
+    """Return a sentence for a full disk or a missing right; "" for any other error."""
+    # safetensors has the number in its message.
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    number = int(found[1]) if found else getattr(error, "errno", None)
+    if number not in FAULTS_OF_THE_SYSTEM:
+        return ""
+    file = getattr(error, "filename", None) or "a file"
+    return f"{file} cannot be written or read: {os.strerror(number)}"
 
 
 def load_configuration(
@@ -210,16 +229,20 @@ def load_configuration(
     overrides = {MODEL_VARIABLE: model, ADAPTERS_VARIABLE: adapters}
     given = {name: str(path) for name, path in overrides.items() if path is not None}
     options = load_options(version / "model.json", os.environ | given, replacing, source)
-    if not (options.model / "config.json").is_file():
-        missing = "has no config.json" if options.model.is_dir() else "does not exist"
-        raise ServerError(
-            f"no checkpoint at {options.model}: the folder {missing} (nothing is downloaded);"
-            " set it with --model FOLDER"
-        )
+    check_checkpoint(options.model, "; set it with --model FOLDER")
     if options.adapters is not None:
         _check_adapter_root(options.adapters)
     names = load_adapter_names(version / "multi_lora.json")
     return Configuration(repository, replacing, options, names)
+
+
+def check_checkpoint(folder: Path, remedy: str = "") -> None:
+    """Raise ServerError if a folder is no checkpoint."""
+    if not (folder / "config.json").is_file():
+        missing = "has no config.json" if folder.is_dir() else "does not exist"
+        raise ServerError(
+            f"no checkpoint at {folder}: the folder {missing} (nothing is downloaded){remedy}"
+        )
 
 
 def _check_adapter_root(root: Path) -> None:

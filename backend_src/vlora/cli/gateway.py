@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from vlora.cli.common import Command, option, report_errors
+from vlora.cli.probe import TlsCa, TlsCertificate, TlsKey, TlsName
 from vlora.errors import ServerError
 from vlora.gateway.options import MIB, GatewayOptions
+from vlora.net import Tls
 
 app = typer.Typer(add_completion=False)
 DEFAULTS = GatewayOptions()
@@ -28,8 +31,26 @@ def check_installed() -> None:
             )
 
 
+def _tls(
+    ca: Path | None, name: str | None, key: Path | None, certificate: Path | None
+) -> Tls | None:
+    tls = None if ca is None else Tls(ca, name, key, certificate)
+    if tls is None and (name, key, certificate) != (None, None, None):
+        raise ServerError("--tls-name, --tls-key and --tls-certificate need --tls-ca FILE")
+    for file in (ca, key, certificate):
+        if file is not None and not os.access(file, os.R_OK):
+            raise ServerError(f"{file} cannot be read; the options --tls-… name PEM files")
+    return tls
+
+
 Grpc = Annotated[
-    str, option("HOST:PORT", "host:port of the V-LoRA server's gRPC endpoint.", "--grpc")
+    str,
+    option(
+        "HOST:PORT",
+        "host:port of the V-LoRA server's gRPC endpoint; with dns:/// before it, all addresses"
+        " of the host are used in turn.",
+        "--grpc",
+    ),
 ]
 Host = Annotated[
     str, option("ADDRESS", "IP address to listen on. Any address but loopback needs --keys.")
@@ -71,6 +92,10 @@ def gateway(
     grpc: Grpc = DEFAULTS.grpc,
     host: Host = DEFAULTS.host,
     port: Port = DEFAULTS.port,
+    tls_ca: TlsCa = None,
+    tls_name: TlsName = None,
+    tls_key: TlsKey = None,
+    tls_certificate: TlsCertificate = None,
     keys: Keys = None,
     requests_per_minute: RequestsPerMinute = None,
     base_name: BaseName = DEFAULTS.base_name,
@@ -93,6 +118,7 @@ def gateway(
                 host=host,
                 port=port,
                 grpc=grpc,
+                tls=_tls(tls_ca, tls_name, tls_key, tls_certificate),
                 base_name=base_name,
                 keys=keys,
                 requests_per_minute=requests_per_minute,

@@ -227,6 +227,9 @@ def _report(outcome: Outcome, out: Path) -> None:
     from vlora.generation.report import write_report
 
     _print_outcome(outcome)
+    for name, error in outcome.uncertain.items():
+        tests = counted(outcome.tests[name], "test example")
+        print_plain(f"warning   {name}: {tests}; accuracies have a standard error of {error:.2f}")
     if outcome.left_out:
         print_plain(f"left out  {counted(len(outcome.left_out), 'image')}; the report says why")
     print_plain(f"report    {write_report(outcome, out)}")

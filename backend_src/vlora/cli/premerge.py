@@ -68,7 +68,7 @@ def premerge(
     other adapter is stored minus the hot one (a delta adapter), and the hot
     adapter's name becomes an adapter without effect. Requests that name no
     adapter now use the hot one.
-    A request that names the new adapter `base` gets the old checkpoint's answer.
+    A request that names the new adapter `unmerged` gets the old checkpoint's answer.
     """
     with common.report_errors():
         if (hot is None) == (requests is None):

@@ -67,9 +67,9 @@ def probe(
     A server that is starting is recognized only if the probe runs on the
     server's machine.
     """
-    from vlora.launcher.probe import Health, Tls
+    from vlora.launcher.probe import Health
     from vlora.launcher.probe import probe as probe_server
-    from vlora.net import GRPC_ADDRESS, MAX_PORT
+    from vlora.net import GRPC_ADDRESS, MAX_PORT, Tls
 
     parts = GRPC_ADDRESS.fullmatch(address)
     if parts is None or int(parts[1]) > MAX_PORT:

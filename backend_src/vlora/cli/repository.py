@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vlora.cli.common import Command, option
+from vlora.cli.common import Command, option, report_errors
 
 app = typer.Typer(add_completion=False)
 
@@ -30,14 +30,10 @@ Adapters = Annotated[
 @app.command(cls=Command)
 def repository(folder: Folder, model: Model = None, adapters: Adapters = None) -> None:
     """Write a copy of the model repository that can be changed and mounted."""
-    from vlora.errors import InvalidArgument
     from vlora.launcher.repository import write_repository
 
-    try:
+    with report_errors():
         written = write_repository(folder, model, adapters)
-    except (InvalidArgument, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
     typer.echo(f"The options are in {written}/lmm/1/model.json. To serve the repository, run:")
     typer.echo(f"  vlora serve --repository {written}")
     typer.echo("or")

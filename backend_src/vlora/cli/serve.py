@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -18,12 +20,13 @@ from vlora.cli.common import console, option, print_plain
 from vlora.cli.gateway import check_installed
 from vlora.config import Options
 from vlora.errors import MAX_NAMES, ServerError
+from vlora.gateway.options import GatewayOptions
 from vlora.launcher.assembly import unknown_variables
 from vlora.launcher.gateway_process import GatewayProcess
-from vlora.launcher.repository import GRACE_SECONDS, ServerOptions
+from vlora.launcher.repository import GRACE_SECONDS, STANDARD_OUTPUT, ServerOptions
 from vlora.launcher.server import TritonServer
 from vlora.launcher.supervisor import RestartPolicy, Supervisor
-from vlora.model.folder_checks import check_folder
+from vlora.model.folder_checks import check_device, check_folder
 from vlora.model.multimodal import takes_images
 from vlora.net import LOOPBACK, check_ports
 
@@ -113,6 +116,7 @@ def serve(
         )
         options = configured.options
         check_folder(options.model)
+        check_device(options.device)
         server_options = ServerOptions(
             repository=configured.repository,
             model_json=configured.replacing,
@@ -130,7 +134,10 @@ def serve(
             grace_seconds=grace,
         )
         supervisor = Supervisor(server_options, print_plain, RestartPolicy() if restart else None)
-        with _gateway(host, gateway_port, gateway_keys) as gateway:
+        if gateway_port is not None:
+            _check_names(options, configured.names)
+        to_file = log != STANDARD_OUTPUT
+        with _gateway(host, gateway_port, gateway_keys, to_file) as gateway:
             supervisor.run(partial(_announce, options, gateway))
 
 
@@ -142,8 +149,17 @@ def _check_triton_arguments(arguments: list[str]) -> None:
         )
 
 
+def _check_names(options: Options, names: Mapping[str, str]) -> None:
+    base, root = GatewayOptions.base_name, options.adapters
+    if root is not None and (base in names or (root / base).is_dir()):
+        raise ServerError(
+            f"an adapter is named '{base}', which is the name of the base model in the gateway;"
+            f" give the adapter another name, or its requests would get the base model's answers"
+        )
+
+
 def _gateway(
-    host: str, port: int | None, keys: Path | None
+    host: str, port: int | None, keys: Path | None, log_to_file: bool
 ) -> AbstractContextManager[GatewayProcess | None]:
     if port is None:
         if keys is not None:
@@ -154,13 +170,20 @@ def _gateway(
         from vlora.gateway.door import load_keys
 
         load_keys(keys)
-    return GatewayProcess(host, port, keys, print_plain)
+    return GatewayProcess(host, port, keys, print_plain, log_to_file)
 
 
 def _announce(
     options: Options, gateway: GatewayProcess | None, server: TritonServer, seconds: float
 ) -> None:
     show = partial(console.print, soft_wrap=True)
+    started = time.monotonic()
+    late = ""
+    if gateway is not None:
+        gateway.start(server.grpc_url, server.metrics_url)
+        if not gateway.wait_ready(lambda: server.failure() is None):
+            late = " (does not answer yet)"
+    seconds += time.monotonic() - started
     models = ", ".join(server.options.models)
     show(f"[bold green]ready[/] in {seconds:.1f} s: {models}")
     show(f"model     {options.model}")
@@ -174,15 +197,15 @@ def _announce(
     console.print(f"gRPC      {server.grpc_url}")
     console.print(f"metrics   {server.metrics_url}")
     if gateway is not None:
-        console.print(f"gateway   {gateway.url} (starting)")
+        show(f"gateway   {gateway.url}/v1{late}")
     show(f"log       {server.log}")
+    if gateway is not None and gateway.log is not None:
+        show(f"          {gateway.log}")
     question = first_question(options, server.http_url)
     hint = f", with an image of yours as {OWN_PICTURE}" if OWN_PICTURE in question else ""
     console.print(f"Try this in another terminal{hint}:")
     print_plain(f"  {question}")
     console.print("Press Ctrl-C to stop the server.")
-    if gateway is not None:
-        gateway.start(server.grpc_url, server.metrics_url)
 
 
 def first_question(options: Options, url: str) -> str:

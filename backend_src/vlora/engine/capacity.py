@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ from vlora.model.decoder_config import (
 from vlora.model.inputs import PromptReader
 from vlora.model.loader import adapter_shape
 from vlora.model.switcher import MAX_PREPARED
+from vlora.model.weight_files import open_weights, weight_files
 from vlora.model.workspace import FP32_BYTES, workspace_bytes
 from vlora.weights.quantized_slab import padded_bytes
 from vlora.weights.slab import ATTENTION, GROUPS, TARGETS
@@ -43,6 +45,12 @@ EXAMPLE_TARGETS: Mapping[str, tuple[str, ...]] = {
     "attention": ATTENTION,
     "all": TARGETS,
 }
+
+# Private memory of vision_encoder, and of lmm_unary and task_head, which import less, relative to
+# that of this process, measured with the demo.
+OTHER_MODELS = 1 + 2 * 0.6
+# Launcher, guard, tritonserver, a decoder of images and the gateway, measured with the demo.
+OTHER_BYTES = 160 << 20
 
 # Bytes per logit beside `step_bytes`: the output in the dtype of the weights, its fp32 copy for
 # CUDA graphs, and the id of a candidate token in sampling take at most 4 each.
@@ -64,6 +72,7 @@ class Capacity:
     """Memory plan of an engine. All sizes are in bytes.
 
     process_bytes: memory of interpreter, libraries and tokenizer.
+    others_bytes: memory of all other processes of a server, such as the encoder's.
     merged_bytes: merged copy of the matrices that known adapters change.
     step_bytes: intermediate results of the largest step.
     host_bytes: host copies of adapters.
@@ -84,12 +93,13 @@ class Capacity:
     configured_pages: int
     adapters: tuple[AdapterCost, ...]
     examples: tuple[AdapterCost, ...]
+    others_bytes: int = 0
 
     @property
     def fixed_bytes(self) -> int:
         """Sum in bytes of all parts except the page pool."""
         parts = (self.weights_bytes, self.merged_bytes, self.step_bytes, self.host_bytes)
-        return self.process_bytes + sum(parts)
+        return self.process_bytes + self.others_bytes + sum(parts)
 
     @property
     def configured_bytes(self) -> int:
@@ -136,11 +146,13 @@ def plan(
     memory_bytes: int,
     process_bytes: int = 0,
     layout: PageLayout = "panels",
+    others_bytes: int = 0,
 ) -> Capacity:
     """Return the memory plan of an engine with these options.
 
     names: name → folder of adapters, as `config.load_adapter_names` returns them.
-    memory_bytes: available memory, of which interpreter and libraries use `process_bytes`.
+    memory_bytes: available memory, of which interpreter and libraries use `process_bytes`, and the
+        other processes `others_bytes`.
     layout: layout of keys and values in a page on the engine's device.
 
     Raises InvalidArgument for an unsupported model.
@@ -172,6 +184,7 @@ def plan(
         context_tokens=options.max_model_len or config.context,
         configured_pages=options.kv_cache_tokens // options.block_size + adapter_pages,
         adapters=adapters,
+        others_bytes=others_bytes,
         examples=tuple(
             _example_cost(config, store, rank, label, page)
             for label in EXAMPLE_TARGETS
@@ -234,6 +247,24 @@ def process_bytes(options: Options) -> int:
     """Return the bytes of this process with the tokenizer: about what an engine needs besides."""
     PromptReader(options.model, load_config(options.model))
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def others_bytes(options: Options) -> int:
+    """Return about the bytes of a server's processes besides `lmm`, with a full feature cache.
+
+    Call it after `process_bytes`, since this process is the measure of those of other models.
+    """
+    rollup = Path("/proc/self/smaps_rollup").read_text()
+    private = sum(int(size) for size in re.findall(r"Private_\w+: +(\d+) kB", rollup)) << 10
+    config, stored = load_config(options.model), 0
+    for file in weight_files(options.model):
+        opened = open_weights(file)
+        shapes = (opened.get_slice(key).get_shape() for key in opened.keys())  # noqa: SIM118
+        stored += sum(map(math.prod, shapes))
+    decoder = sum(map(math.prod, config.weight_shapes.values()))
+    # The tower is stored in float32. In quantized checkpoints, the decoder has fewer elements.
+    tower = max(0, stored - decoder) * FP32_BYTES if config.image_token is not None else 0
+    return int(OTHER_MODELS * private) + OTHER_BYTES + tower + options.feature_cache_bytes
 
 
 def _cost(name: str, packed_bytes: int, host_bytes: int, page: int) -> AdapterCost:

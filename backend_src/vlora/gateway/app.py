@@ -128,7 +128,7 @@ class Gateway:
     @asynccontextmanager
     async def running(self, app: FastAPI) -> AsyncIterator[None]:
         """Create the clients of the server and of image hosts, and close them at shutdown."""
-        self._backend = Backend(self.options.grpc, self.options.answer_seconds)
+        self._backend = Backend(self.options.grpc, self.options.answer_seconds, self.options.tls)
         self._media = MediaLoader(self.options)
         self._bodies = Bodies(self.options)
         gc.collect()

@@ -20,7 +20,7 @@ import grpc.aio
 
 from vlora.errors import from_message
 from vlora.gateway.errors import ApiError, from_grpc, from_server
-from vlora.net import grpc_options, load_grpc_stubs
+from vlora.net import Tls, grpc_options, load_grpc_stubs
 
 log = logging.getLogger(__name__)
 service_pb2, _ = load_grpc_stubs()
@@ -141,10 +141,13 @@ class Backend:
     answer_seconds: time limit of sending a request, and of each response.
     """
 
-    def __init__(self, address: str, answer_seconds: float) -> None:
+    def __init__(self, address: str, answer_seconds: float, tls: Tls | None = None) -> None:
         self._answer_seconds = answer_seconds
-        options = (*OPTIONS, *grpc_options(address.rpartition(":")[0]))
-        self._channel = grpc.aio.insecure_channel(address, options)
+        options = (*OPTIONS, *grpc_options(address, tls))
+        if tls is None:
+            self._channel = grpc.aio.insecure_channel(address, options)
+        else:
+            self._channel = grpc.aio.secure_channel(address, tls.credentials(), options)
         # Requests are sent as bytes, which `_request` serializes.
         self._stream = self._channel.stream_stream(
             METHOD, response_deserializer=service_pb2.ModelStreamInferResponse.FromString

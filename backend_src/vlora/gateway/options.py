@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from vlora.net import LOOPBACK
+from vlora.net import LOOPBACK, Tls
 
 MIB = 1024 * 1024
 
@@ -15,7 +15,8 @@ class GatewayOptions:
     """Options of a gateway.
 
     host, port: IP address and port that the gateway listens on.
-    grpc: address of the V-LoRA server, host:port.
+    grpc: address of the V-LoRA server, host:port, or dns:///host:port for all addresses of a name.
+    tls: files for an encrypted connection to it; None for an unencrypted one.
     keys: file of API keys; None admits everybody, which is allowed on a loopback address only.
     requests_per_minute: limit for each tenant; None for no limit.
     image_hosts: hosts from which images may be fetched, HOST or HOST:PORT; none by default.
@@ -30,6 +31,7 @@ class GatewayOptions:
     host: str = LOOPBACK
     port: int = 8080
     grpc: str = f"{LOOPBACK}:8001"
+    tls: Tls | None = None
     base_name: str = "base"
     keys: Path | None = None
     requests_per_minute: int | None = None

@@ -78,15 +78,18 @@ class Base:
         fast_attention: whether to fuse attention also on a CPU, where its bf16 gradient is slow.
         """
         self.device = device
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(
+            checkpoint, local_files_only=True, trust_remote_code=False
+        )
         self._template = ChatTemplate.from_checkpoint(checkpoint)
         self._processor: Any = AutoImageProcessor.from_pretrained(
-            checkpoint, backend=PROCESSOR_BACKEND, local_files_only=True
+            checkpoint, backend=PROCESSOR_BACKEND, local_files_only=True, trust_remote_code=False
         )
         self.model: Any = LlavaForConditionalGeneration.from_pretrained(
             checkpoint,
             dtype=torch.float32,
             local_files_only=True,
+            trust_remote_code=False,
             attn_implementation="sdpa" if fast_attention or device.type != "cpu" else "eager",
         ).to(device)
         self.model.eval().requires_grad_(False)

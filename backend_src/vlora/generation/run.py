@@ -7,7 +7,9 @@ replaced after each decision, and the weights of each attempt.
 from __future__ import annotations
 
 import json
+import math
 import random
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +31,9 @@ from vlora.generation.trainer import PeftTrainer, Progress, make_accelerator
 from vlora.offline.peft_folder import rename_base
 
 STATE = "state.json"
+NAMED_ITEMS = 3  # Maximum number of items in the name of an adapter.
+# Standard error of a test accuracy above which a promise is called uncertain.
+MAX_ERROR = 0.05
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,7 @@ class Outcome:
     goals: goal of each item on the validation split.
     base, reached: accuracy of each item on the test split, of the base model and of its adapter.
     teachers: accuracy of the teachers on the test split, where the right answers are known.
+    tests: number of test examples of each item.
     left_out: reason for each image that was not used.
     folders: folder of each adapter by number.
     """
@@ -51,6 +57,7 @@ class Outcome:
     teachers: Mapping[str, float] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     folders: Mapping[int, Path] = field(default_factory=dict)
+    tests: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def holders(self) -> dict[str, str]:
@@ -70,6 +77,15 @@ class Outcome:
         required = {item.name: item.required for item in self.spec.items}
         below = {name: score for name, score in self.reached.items() if score < required[name]}
         return {**self.state.unreachable, **below}
+
+    @property
+    def uncertain(self) -> dict[str, float]:
+        """Standard error, if it is above MAX_ERROR, of a test accuracy that equals the promise."""
+        errors = {
+            item.name: math.sqrt(item.required * (1 - item.required) / self.tests[item.name])
+            for item in self.spec.items
+        }
+        return {name: error for name, error in errors.items() if error > MAX_ERROR}
 
 
 def load_splits(
@@ -214,8 +230,10 @@ def generate(
         for adapter in state.adapters:
             _write_folder(trainer, adapter, reached, folders[adapter.number])
     accelerator.wait_for_everyone()
-    base, goals = journal.base, trainer.goals
-    return Outcome(spec, options, state, goals, base, reached, teachers, tuple(left_out), folders)
+    return Outcome(
+        *(spec, options, state, trainer.goals, journal.base, reached, teachers, tuple(left_out)),
+        *(folders, {name: len(one.test) for name, one in splits.items()}),
+    )
 
 
 def _measured_and_ordered(
@@ -266,17 +284,19 @@ def _ordered(pending: tuple[str, ...], trainer: PeftTrainer) -> tuple[str, ...]:
 
 def _check_output(spec: Spec, out: Path, written: Sequence[str]) -> None:
     """Raise InvalidArgument if this run would replace a folder in `out` that it has not written."""
-    for number in range(1, len(spec.items) + 1):
-        name = f"{spec.prefix}-{number}"
-        if (out / name).exists() and name not in written:
+    ours = re.compile(rf"{re.escape(spec.prefix)}-\d+(-.*)?")
+    for folder in out.iterdir() if out.is_dir() else ():
+        if ours.fullmatch(folder.name) and folder.name not in written:
             raise InvalidArgument(
-                f"{out / name} was not written by this run; choose another prefix or --out folder"
+                f"{folder} was not written by this run; choose another prefix or --out folder"
             )
 
 
 def folder_name(spec: Spec, adapter: Packed) -> str:
-    """Return the name of an adapter's folder, under which it is served."""
-    return f"{spec.prefix}-{adapter.number}"
+    """Return the name of an adapter's folder, under which it is served: its number and items."""
+    more = len(adapter.items) - NAMED_ITEMS
+    names = [*adapter.items[:NAMED_ITEMS], *([f"and-{more}-more"] if more > 0 else [])]
+    return "-".join([spec.prefix, str(adapter.number), *names])
 
 
 def _write_folder(

@@ -120,5 +120,6 @@ def _python_environment(libraries: list[Path]) -> dict[str, str]:
 
 
 def _joined(entries: list[str], variable: str) -> str:
-    inherited = [entry for entry in os.environ.get(variable, "").split(":") if entry]
+    given = filter(None, os.environ.get(variable, "").split(":"))
+    inherited = [str(Path(entry).absolute()) for entry in given]
     return ":".join(dict.fromkeys(entries + inherited))

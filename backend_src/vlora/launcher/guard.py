@@ -14,12 +14,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from vlora.interpreters import python_command, python_environment
+
 
 @contextmanager
 def guarded(folder: Path) -> Iterator[None]:
     """Run a guard of this folder of a run until the end of the block."""
     guard = subprocess.Popen(
-        [sys.executable, "-m", __name__, str(folder)],
+        python_command(__name__, str(folder)),
+        cwd=folder,
+        env=python_environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

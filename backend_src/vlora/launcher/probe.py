@@ -13,12 +13,11 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from pathlib import Path
 from typing import Any
 
 import grpc
 
-from vlora.net import get, grpc_options, is_local, load_grpc_stubs, port_hint
+from vlora.net import Tls, get, grpc_options, is_local, load_grpc_stubs, port_hint
 
 service_pb2, service_pb2_grpc = load_grpc_stubs()
 ENSEMBLE = "video_analytics"
@@ -55,27 +54,11 @@ class Finding:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Tls:
-    """PEM files for a connection with TLS; key and certificate of the client for mutual TLS.
-
-    name: name in the server's certificate, if it differs from the host.
-    """
-
-    ca: Path
-    name: str | None = None
-    key: Path | None = None
-    certificate: Path | None = None
-
-
 def _channel(address: str, tls: Tls | None) -> grpc.Channel:
-    direct = grpc_options(address.rpartition(":")[0])
+    options = grpc_options(address, tls)
     if tls is None:
-        return grpc.insecure_channel(address, direct)
-    files = (tls.ca, tls.key, tls.certificate)
-    contents = (None if file is None else file.read_bytes() for file in files)
-    name = () if tls.name is None else (("grpc.ssl_target_name_override", tls.name),)
-    return grpc.secure_channel(address, grpc.ssl_channel_credentials(*contents), (*direct, *name))
+        return grpc.insecure_channel(address, options)
+    return grpc.secure_channel(address, tls.credentials(), options)
 
 
 def probe(

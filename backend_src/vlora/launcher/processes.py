@@ -24,11 +24,15 @@ MIB = 1 << 20
 
 
 def start_tied(
-    command: list[str], environment: Mapping[str, str], log: IO[bytes] | None
+    command: list[str],
+    environment: Mapping[str, str],
+    log: IO[bytes] | None,
+    folder: Path | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start a process in a new session, and return it. It ends when this process ends.
 
     log: file for its output; None to use this process's output.
+    folder: its working folder; None to use that of this process.
     """
     # The kernel ends the process when the thread that started it ends. So it is started by a new
     # thread, which lives as long as the process.
@@ -41,6 +45,7 @@ def start_tied(
             process = subprocess.Popen(
                 tied,
                 env=environment,
+                cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=None if log is None else subprocess.STDOUT,

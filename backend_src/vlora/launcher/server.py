@@ -8,10 +8,10 @@ the server, and the models end themselves (`lifeline.py`).
 from __future__ import annotations
 
 import math
-import os
+import re
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,12 +22,15 @@ import psutil
 from vlora import draining, net, server_run
 from vlora.config import ADAPTERS_VARIABLE, MODEL_VARIABLE
 from vlora.errors import ServerError
+from vlora.interpreters import python_environment
 from vlora.launcher import processes, run_folder, server_log
 from vlora.launcher.assembly import Assembly, assemble
 from vlora.launcher.guard import guarded
 from vlora.launcher.repository import STANDARD_OUTPUT, ServerOptions, copy_with_overrides
+from vlora.model.folder_checks import gpu_count
 
-REPORT_SECONDS = 30.0  # Interval at which progress is reported while the server starts.
+# Time until the first report about the progress of the start. It doubles with each report.
+REPORT_SECONDS = 5.0
 
 # Seconds that the models get to cancel the requests that remain after the grace period.
 CANCEL_SECONDS = 5.0
@@ -45,6 +48,9 @@ PYTHON_BACKEND = {
     # threads.
     "thread-pool-size": "160",
 }
+
+# What stands before a path in Triton's arguments.
+_NAMES_PATH = re.compile(r"--[\w-]+-(cert|key|directory|repository|file)|.*,file")
 
 Report = Callable[[str], None]  # Function that prints a message for the user.
 
@@ -129,16 +135,18 @@ class TritonServer:
         repository = self._repository()
         run_folder.starting_file(self._folder, self.options.grpc_port).touch()
         command = [str(assembly.binary), *assembly.arguments, *self._arguments(repository)]
-        self._process = processes.start_tied(command, self._environment(assembly), log)
+        environment = self._environment(assembly)
+        # Triton's interpreters import from the working folder, which others must not have filled.
+        self._process = processes.start_tied(command, environment, log, self._folder)
 
     def wait_ready(self, report: Report | None = None) -> None:
         """Wait until all models are READY.
 
-        report: called every REPORT_SECONDS with a sentence about the progress.
+        report: called with a sentence about the progress, first after REPORT_SECONDS.
 
         Raises ServerError with the reason if the server ends, or after `start_seconds`.
         """
-        started = reported = time.monotonic()
+        started, report_after = time.monotonic(), REPORT_SECONDS
         limit = self.options.start_seconds
         while self._get("/v2/health/ready") is None:
             status, now = self.poll(), time.monotonic()
@@ -150,10 +158,10 @@ class TritonServer:
                     f"the server was not ready within {limit:g} s (--start-timeout):"
                     f" {processes.describe_loading(self.pid)}\n{self.explain()}"
                 )
-            if report is not None and now - reported >= REPORT_SECONDS:
+            if report is not None and now - started >= report_after:
                 loading = processes.describe_loading(self.pid)
                 report(f"still loading after {now - started:.0f} s: {loading}")
-                reported = now
+                report_after *= 2
             time.sleep(0.1)
         run_folder.protect_shared_memory(self._folder)
         self._models = processes.model_processes(self.pid)
@@ -164,6 +172,8 @@ class TritonServer:
         if missing:
             raise ServerError(f"not READY: the models {', '.join(missing)}\n{self.explain()}")
         run_folder.starting_file(self._folder, self.options.grpc_port).unlink()
+        if not gpu_count():
+            server_log.lower_noise(self.log)
         self._ready_at = self.log.stat().st_size if self.log.is_file() else 0
 
     def poll(self) -> int | None:
@@ -229,7 +239,7 @@ class TritonServer:
     def _repository(self) -> Path:
         options = self.options
         if not (options.model_json or options.multi_lora):
-            return options.repository
+            return options.repository.absolute()
         copy = self._folder / "model_repository"
         copy_with_overrides(options.repository, copy, options.model_json, options.multi_lora)
         return copy
@@ -249,11 +259,13 @@ class TritonServer:
             # itself sends SIGTERM only when no request is running.
             f"--exit-timeout-secs={math.ceil(self.options.grace_seconds)}",
             *(f"--backend-config=python,{key}={value}" for key, value in python.items()),
-            *self.options.triton_arguments,
+            *([] if gpu_count() else ["--allow-gpu-metrics=false"]),
+            *with_absolute_paths(self.options.triton_arguments),
         ]
 
     def _environment(self, assembly: Assembly) -> dict[str, str]:
-        environment = {**os.environ, **assembly.environment, **self.options.environment}
+        given = self.options.environment
+        environment = {**python_environment(), **assembly.environment, **given}
         environment[server_run.RUN_VARIABLE] = str(self._folder)
         model, adapters = self.options.model, self.options.adapters
         for variable, folder in ((MODEL_VARIABLE, model), (ADAPTERS_VARIABLE, adapters)):
@@ -268,3 +280,14 @@ class TritonServer:
             return net.get(f"http://{self.http_url}{path}", seconds=5, direct=True)
         except OSError:
             return None
+
+
+def with_absolute_paths(arguments: Sequence[str]) -> list[str]:
+    """Return arguments of Triton, whose working folder differs, with the paths in them absolute."""
+    result = []
+    for before, argument in zip(("", *arguments), arguments, strict=False):
+        name, equals, path = argument.rpartition("=")
+        if _NAMES_PATH.fullmatch(name or before) and not path.startswith("-"):
+            path = str(Path(path).absolute())
+        result.append(f"{name}{equals}{path}")
+    return result

@@ -24,6 +24,7 @@ NOISE = (
 # Messages of Triton about its own arguments, which stand before or after the list of options.
 _USAGE = re.compile("unrecognized option|Unexpected argument|option .* requires an argument")
 _INFORMATION = re.compile(r"I\d{4} \d\d:\d\d:")
+_FAILED = re.compile(r".*?failed to load '.*?'( version \d+)?")
 _BROKEN = re.compile(r"^W\d{4} .*\] \"\[lmm\] adapter '(.*?)': ")
 
 
@@ -62,18 +63,34 @@ def read_end(path: Path, start: int = 0, limit: int = MAX_BYTES) -> str:
     return content.decode(errors="replace")
 
 
+def lower_noise(path: Path) -> None:
+    """Make information of the errors that Triton logs on each start without a GPU."""
+    if not path.is_file():
+        return
+    # Triton goes on writing at the file's end, so nothing but single bytes is replaced.
+    with path.open("r+b") as file:
+        start = 0
+        for line in file.read(MAX_BYTES).splitlines(keepends=True):
+            if re.match(rb"E\d{4} ", line) and any(noise.encode() in line for noise in NOISE):
+                os.pwrite(file.fileno(), b"I", start)
+            start += len(line)
+
+
 def why_it_did_not_start(log: str, lines: int = 12) -> str:
-    """Return the messages of models that failed to load, or else the errors, or else the end."""
+    """Return the messages of models that failed to load, or else the errors, or else the end.
+
+    Of models that failed for the same reason, the first one is named.
+    """
     text = log.splitlines()
-    unloaded = [
-        line.split(STACK)[0]
-        for line in text
-        if "failed to load '" in line and not _INFORMATION.match(line)
-    ]
+    unloaded: dict[str, str] = {}  # By reason.
+    for line in text:
+        if _FAILED.match(line) and not _INFORMATION.match(line):
+            message = line.split(STACK)[0]
+            unloaded.setdefault(_FAILED.sub("", message), message)
     usage = [line for line in text if _USAGE.search(line)]
     errors = usage or [line for line in text if line.startswith("E") or "error:" in line.lower()]
     rest = [line for line in text if not line.startswith(TABLE)]
-    return "\n".join((unloaded or _without_noise(errors) or rest)[-lines:])
+    return "\n".join(([*unloaded.values()] or _without_noise(errors) or rest)[-lines:])
 
 
 def why_it_failed(log_since_ready: str, lines: int = 12) -> str:

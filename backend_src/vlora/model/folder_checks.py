@@ -1,4 +1,4 @@
-"""Checks of a checkpoint folder that need neither torch nor transformers.
+"""Checks of a checkpoint folder and its device that need neither torch nor transformers.
 
 `vlora serve` makes them before it starts a server, in well under a second. The models make them
 again, because a server can be started without that command.
@@ -6,10 +6,12 @@ again, because a server can be started without that command.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -133,6 +135,25 @@ def check_folder(folder: Path) -> None:
         if problem := problem_of_processor(config, settings, kind):
             raise InvalidArgument(f"model: {folder}: {problem}")
     check_weights(folder, quantization)
+
+
+def gpu_count() -> int:
+    """Return the number of GPUs that the CUDA driver offers to this process."""
+    count = ctypes.c_int()
+    with suppress(OSError):  # Without a driver, the library does not exist.
+        driver = ctypes.CDLL("libcuda.so.1")
+        driver.cuInit(0)
+        driver.cuDeviceGetCount(ctypes.byref(count))
+    return count.value
+
+
+def check_device(device: str) -> None:
+    """Raise InvalidArgument if the driver knows no GPU with the name of the option `device`."""
+    if device.startswith("cuda") and int(device.partition(":")[2] or 0) >= (count := gpu_count()):
+        raise InvalidArgument(
+            f"'device' = '{device}', but this machine has {count} GPUs that CUDA can use, numbered"
+            ' from 0; use "cpu" or "auto"'
+        )
 
 
 def described_quantization(config: Mapping[str, Any]) -> Any:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile, ZipFile, is_zipfile
 
 import torch
 from safetensors.torch import save_file
@@ -37,13 +38,19 @@ from vlora.adapters.peft import KNOWN_CHANGES, UnknownKey, parse_key
 from vlora.adapters.tensors import WeightsFile
 from vlora.atmm.types import LoraPair
 from vlora.atomic_file import new_folder
-from vlora.errors import InvalidArgument, Unsupported
+from vlora.errors import InvalidArgument, Unsupported, shown
 from vlora.ids import VISION, MatrixId
 from vlora.offline.base_weights import BaseWeights
 from vlora.offline.peft_folder import copy_head, write_adapter, write_config
 from vlora.weights.safetensors import FLOATS
 
 ADAPTER = "default"
+# Types of PEFT, besides LORA, that only change weights of linear layers and support a conversion.
+# Others may load models, tokenizers or code that their config names, also from the network.
+WEIGHT_CHANGES = (
+    *("C3A", "DELORA", "FOURIERFT", "GRALORA", "LOHA", "LOKR", "MISS", "PSOFT", "RANDLORA"),
+    *("SHIRA", "TINYLORA", "UNILORA", "VBLORA", "VERA", "WAVEFT"),
+)
 MAGNITUDE = "lora_magnitude_vector"
 # Smaller side of the largest matrix that is decomposed fully, in about a second. Larger ones are
 # decomposed by random projection, which takes as long as a few products.
@@ -61,6 +68,7 @@ class PickledTensors:
     def __init__(self, path: Path, invalid: ErrorFactory) -> None:
         """Read the file. Raises InvalidArgument for anything but dense floats of a legal size."""
         require_file(path, invalid)
+        _check_archive(path, invalid)
         self._tensors = _unpickle(path, invalid)
         self.shapes = {key: tuple(tensor.shape) for key, tensor in self._tensors.items()}
         # With strides of 0, a small file can declare a large tensor.
@@ -82,6 +90,22 @@ def open_tensors(folder: Path, invalid: ErrorFactory) -> tuple[Tensors, str]:
     if not (folder / WEIGHTS).exists() and (folder / PICKLED).exists():
         return PickledTensors(folder / PICKLED, invalid.in_file(PICKLED)), PICKLED
     return WeightsFile(folder / WEIGHTS, invalid.in_file(WEIGHTS)), WEIGHTS
+
+
+def _check_archive(path: Path, invalid: ErrorFactory) -> None:
+    """Raise InvalidArgument if the file is a zip archive that unpacks to more than its size."""
+    if not is_zipfile(path):
+        return
+    try:
+        with ZipFile(path) as archive:
+            unpacked = sum(member.file_size for member in archive.infolist())
+    except (BadZipFile, NotImplementedError, OSError, ValueError) as error:
+        raise invalid(f"cannot be read as an archive: {error}") from error
+    if unpacked > path.stat().st_size:  # torch never compresses.
+        raise invalid(
+            f"has {path.stat().st_size} bytes and unpacks to {unpacked}; torch saves tensors"
+            " uncompressed"
+        )
 
 
 def _unpickle(path: Path, invalid: ErrorFactory) -> dict[str, torch.Tensor]:
@@ -312,6 +336,12 @@ def convert(
     if (source / OUTSIDE_LORA).exists():
         raise invalid.in_file(OUTSIDE_LORA)("holds weights that no LoRA can express")
     config = read_json(source / CONFIG, invalid)
+    kind = config.get("peft_type")
+    if kind != "LORA" and kind not in WEIGHT_CHANGES:
+        types = ", ".join(("LORA", *WEIGHT_CHANGES))
+        raise invalid.in_file(CONFIG)(
+            f"has peft_type {shown(kind)}, which is not converted; converted are {types}"
+        )
     tensors, file = open_tensors(source, invalid)
     adapter = _Source(config, tensors, shape, base, invalid.in_file(file), limits, progress)
     result = Conversion(adapter.method)
@@ -321,7 +351,7 @@ def convert(
         )
     with new_folder(out) as part:
         copy_head(source, part)
-        if config.get("peft_type") == "LORA":
+        if kind == "LORA":
             pairs = _pairs_of_lora(adapter, part, _write_plain(adapter, part, name, result), result)
         else:
             pairs = _pairs_by_peft(adapter, result)
@@ -469,10 +499,12 @@ def _stock_model(checkpoint: Path) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-    config = AutoConfig.from_pretrained(checkpoint)
+    config = AutoConfig.from_pretrained(checkpoint, local_files_only=True, trust_remote_code=False)
     multimodal = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     model = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
-    return model.from_pretrained(checkpoint, dtype=torch.float32)
+    return model.from_pretrained(
+        checkpoint, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+    )
 
 
 def _factorize(

@@ -29,8 +29,9 @@ from vlora.model.loader import find_weights
 from vlora.model.weight_files import open_weights, weight_files
 from vlora.offline.peft_folder import copy_head, write_adapter
 
-# Name of the delta adapter that restores the base model, by subtracting the hot adapter.
-BASE_ADAPTER = "base"
+# Name of the delta adapter that restores the base model, by subtracting the hot adapter. The
+# gateway has the name "base" for the base model that it serves.
+BASE_ADAPTER = "unmerged"
 REPORT = "premerge.json"
 DEFAULT_MAX_RANK = 64
 # Keys that may name the adapter in a request log. The first one that is present is used.

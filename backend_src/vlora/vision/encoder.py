@@ -172,6 +172,7 @@ def _load_part(part: Any, checkpoint: Path, config: Any) -> Any:
             output_loading_info=True,
             use_safetensors=True,
             local_files_only=True,
+            trust_remote_code=False,
             ignore_mismatched_sizes=True,  # Such weights are refused below, by name.
         )
     except MemoryError:

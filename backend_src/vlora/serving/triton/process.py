@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -102,6 +103,8 @@ class TritonProcess:
     """
 
     def __init__(self, args: Mapping[str, str]) -> None:
+        # The empty entry is the working folder, which `vlora serve` chooses, but others may not.
+        sys.path[:] = filter(None, sys.path)
         log_to_triton(args["model_name"])
         self.lifeline = Lifeline(args["model_name"])
         self._lmm_version = to_path(args["model_repository"]).parent / LMM / "1"
