@@ -207,7 +207,8 @@ class FakeEncoder:
     """
 
     hidden = HIDDEN
-    prepare = staticmethod(lambda images: [PreparedImage(image, (2, 2)) for image in images])
+    prepare = staticmethod(lambda images: [PreparedImage(image, (2, 2), 4) for image in images])
+    preprocess = staticmethod(lambda image: {"rgb": image.rgb})
 
     def __init__(self, tower_digest="tower", failures=()):
         self.tower_digest = tower_digest
@@ -224,7 +225,7 @@ class FakeEncoder:
 
     @staticmethod
     def features_of(image):
-        return np.tile(image.rgb.mean((0, 1)).astype(np.float32), (ROWS, 1))
+        return np.tile(image["rgb"].mean((0, 1)).astype(np.float32), (ROWS, 1))
 
 
 def picture(colour, height=2, width=3, is_video=False):

@@ -63,6 +63,7 @@ class VisionFamily:
     The other attributes are functions of transformers' configuration and image processor.
 
     grid: (config, processor, image) → (height, width) of the image's features, in patches.
+    tokens: (config, processor, image) → number of the image's tokens, or a lower bound of it.
     features: (model, pixels of each image) → features of each image, [rows, hidden] fp32.
     with_views: (clip settings, images of one request) → the images with `DecodedImage.view` set.
     preprocess: (processor, image) → pixels.
@@ -78,6 +79,7 @@ class VisionFamily:
     part: type[Any]
     config_keys: tuple[str, ...]
     grid: Callable[[Any, Any, DecodedImage], tuple[int, int]]
+    tokens: Callable[[Any, Any, DecodedImage], int]
     features: Callable[[Any, Sequence[Pixels]], Sequence[torch.Tensor]]
     with_views: Callable[[Mapping[str, Any], Sequence[DecodedImage]], Sequence[DecodedImage]] = (
         lambda clips, images: images

@@ -47,6 +47,12 @@ def patches_of_side(config: Any, processor: Any, image: DecodedImage) -> tuple[i
     return side, side
 
 
+def _tokens_of_overview(config: Any, processor: Any, image: DecodedImage) -> int:
+    # Tiles add to these, except for a frame of LLaVA-OneVision, whose sides are halved.
+    height, width = patches_of_side(config, processor, image)
+    return height * width if not image.is_video else (height // 2) * (width // 2)
+
+
 def _features(model: Any, images: Sequence[Pixels]) -> Sequence[torch.Tensor]:
     pixels = torch.cat([image["pixel_values"].float() for image in images])
     features: Sequence[torch.Tensor] = model.get_image_features(pixels).pooler_output
@@ -65,6 +71,7 @@ LLAVA = VisionFamily(
         "multimodal_projector_bias",
     ),
     grid=patches_of_side,
+    tokens=_tokens_of_overview,
     features=_features,
 )
 
@@ -89,6 +96,7 @@ LLAVA_NEXT = VisionFamily(
     part=_part(LlavaNextModel, LlavaNextMultiModalProjector, newline=True),
     config_keys=(*LLAVA.config_keys, "image_grid_pinpoints", "use_image_newline_parameter"),
     grid=patches_of_side,
+    tokens=_tokens_of_overview,
     features=_next_features,
 )
 
@@ -161,6 +169,7 @@ LLAVA_ONEVISION = VisionFamily(
     part=_part(LlavaOnevisionModel, LlavaOnevisionMultiModalProjector, newline=True),
     config_keys=(*LLAVA_NEXT.config_keys, "vision_aspect_ratio"),
     grid=patches_of_side,
+    tokens=_tokens_of_overview,
     features=_onevision_features,
     with_views=_with_views,
     preprocess=_preprocess,
