@@ -29,6 +29,10 @@ Pixels = Mapping[str, torch.Tensor]  # Result of a checkpoint's image processor 
 PROCESSOR_BACKEND = "pil"
 
 
+# Arguments of processors for RGB images. They would copy a large image several times to convert it.
+FOR_RGB = {"do_convert_rgb": False}
+
+
 def _load_processor(checkpoint: Path, config: Any) -> Any:
     try:
         processor = AutoImageProcessor.from_pretrained(
@@ -48,7 +52,7 @@ def _load_processor(checkpoint: Path, config: Any) -> Any:
 
 
 def _preprocess(processor: Any, image: DecodedImage) -> Pixels:
-    pixels: Pixels = processor(images=Image.fromarray(image.rgb), return_tensors="pt")
+    pixels: Pixels = processor(images=Image.fromarray(image.rgb), return_tensors="pt", **FOR_RGB)
     return pixels
 
 

@@ -20,7 +20,7 @@ from transformers.models.llava_onevision.modeling_llava_onevision import (
     LlavaOnevisionMultiModalProjector,
 )
 
-from vlora.vision.families.base import Pixels, VisionFamily, without_decoder
+from vlora.vision.families.base import FOR_RGB, Pixels, VisionFamily, without_decoder
 from vlora.vision.images import DecodedImage
 
 
@@ -124,15 +124,19 @@ def _preprocess(processor: Any, image: DecodedImage) -> Pixels:
     if image.view == SEVERAL:
         # For a list of several images, the processor pads the images and makes no tiles. The second
         # image only makes the list long enough.
-        pixels = processor(images=[[picture, Image.new("RGB", (1, 1))]], return_tensors="pt")
+        pixels = processor(
+            images=[[picture, Image.new("RGB", (1, 1))]], return_tensors="pt", **FOR_RGB
+        )
         return {"several": pixels["pixel_values"][:1], "sizes": pixels["image_sizes"][:1]}
     if image.view in (FRAME, LAST_FRAME):
         side = processor.size["height"]
         # With only this resolution, the processor makes a single small tile. The overview comes
         # first.
-        pixels = processor(images=picture, image_grid_pinpoints=[[side, side]], return_tensors="pt")
+        pixels = processor(
+            images=picture, image_grid_pinpoints=[[side, side]], return_tensors="pt", **FOR_RGB
+        )
         return {image.view: pixels["pixel_values"][:, 0]}
-    pixels = processor(images=picture, return_tensors="pt")
+    pixels = processor(images=picture, return_tensors="pt", **FOR_RGB)
     return {"pixel_values": pixels["pixel_values"], "image_sizes": pixels["image_sizes"]}
 
 

@@ -30,7 +30,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel, Qwen3VL
 
 from vlora.model.decoder_config import FRAMES_PER_SECOND
 from vlora.model.folder_checks import processor_settings
-from vlora.vision.families.base import Pixels, VisionFamily, without_decoder
+from vlora.vision.families.base import FOR_RGB, Pixels, VisionFamily, without_decoder
 from vlora.vision.images import DecodedImage, stacked
 
 # Clips in Qwen2-VL, Qwen2.5-VL and Qwen3-VL: each two successive frames are encoded together.
@@ -132,7 +132,9 @@ def preprocess(processor: Any, image: DecodedImage) -> Pixels:
     if image.scaled is not None:
         size = image.scaled[::-1]
         frames = [frame.resize(size, Image.Resampling(processor.resample)) for frame in frames]
-    pixels: Pixels = processor(images=frames, do_resize=image.scaled is None, return_tensors="pt")
+    pixels: Pixels = processor(
+        images=frames, do_resize=image.scaled is None, return_tensors="pt", **FOR_RGB
+    )
     if image.frames == 1:
         return pixels
     # The processor repeats each image along the time axis: [frames, patches, colors, times,
