@@ -1,7 +1,7 @@
 """Healthy requests beside one hostile request at a time, drawn within the limits of a gateway.
 
 Each bomb is drawn from formats, sizes, compressibility and numbers of images, or is a body of
-another kind. A healthy client asks about pictures meanwhile. The longest waits are listed at the end.
+another kind. A healthy client asks about pictures meanwhile. The longest waits are listed.
 
 usage: python -m tests.programs.bombs --count 200 --seed 1 --json waits.json
 """
