@@ -35,7 +35,7 @@ from vlora.vision.families.qwen_vl import (
     frame_size_of_qwen3,
 )
 from vlora.vision.features import EncoderService, FeatureCache
-from vlora.vision.images import DecodedImage
+from vlora.vision.images import DecodedImage, PictureSize
 
 
 @pytest.fixture(scope="module")
@@ -305,6 +305,24 @@ def test_many_misses_are_encoded_in_bounded_calls(monkeypatch):
     (answer,) = encoders.run([[picture(i) for i in range(10)]])
     assert encoder.calls == [4, 4, 2]
     np.testing.assert_array_equal(answer.features[::ROWS, 0], np.arange(10, dtype=np.float32))
+
+
+def test_a_request_with_too_many_image_tokens_is_refused_before_its_images_are_decoded():
+    """Each image has four tokens."""
+    encoders = EncoderService(FakeEncoder(), FeatureCache(0), context=11)
+    encoders.receive(None).plan([PictureSize(3000, 4000, False)] * 2)
+    with pytest.raises(
+        InvalidArgument, match="too long: it has 12 image tokens; the context of 11"
+    ):
+        encoders.receive(None).plan([PictureSize(3000, 4000, False)] * 3)
+
+
+def test_the_pixels_of_a_request_for_the_tower_are_counted():
+    held = []
+    received = EncoderService(FakeEncoder(), FeatureCache(0)).receive(None, held.append)
+    received.plan([PictureSize(2, 3, False)] * 2)
+    assert all(received.add(picture(colour).rgb) for colour in (1, 2))
+    assert held == [18, 18]
 
 
 def test_the_least_recently_used_entry_is_evicted():
