@@ -48,6 +48,7 @@ class _Decoded:
     images: Sequence[ReadyImage]
     features: list[FloatArray] = field(default_factory=list)
     error: VLoraError | None = None
+    is_taken: bool = False
 
     @property
     def left(self) -> int:
@@ -157,16 +158,15 @@ class VisionService(Service):
         while (arrived := self._collect(wait=not group)) is not None:
             if arrived:
                 self._encoder.count_group(len(arrived))
-            group += [one for one in arrived if self._take(one)]
+            group += arrived
             part = self._split(group)
             self._encode_part(part)
             # Those with further images go to the end, so that others need not wait for all of them.
-            later = [one for one, _ in part if one.left and one.error is None]
-            group = [*group[len(part) :], *later]
+            group += [one for one, _ in part if one.left and one.error is None]
 
     def _take(self, decoded: _Decoded) -> bool:
-        if self.table.take(decoded.request):
-            decoded.request.moved_on = True
+        if decoded.is_taken or self.table.take(decoded.request):
+            decoded.is_taken = decoded.request.moved_on = True
             return True
         self.table.remove(decoded.request)
         return False
@@ -194,13 +194,14 @@ class VisionService(Service):
                 until = following.request.freshness.arrival + COLLECT_SECONDS
             group.append(following)
 
-    def _split(self, group: Sequence[_Decoded]) -> list[tuple[_Decoded, Sequence[ReadyImage]]]:
-        """Return the first requests, with their next images, of which one batch has enough."""
+    def _split(self, group: list[_Decoded]) -> list[tuple[_Decoded, Sequence[ReadyImage]]]:
+        """Remove the first requests. Return them with their next images, enough for one batch."""
         part: list[tuple[_Decoded, Sequence[ReadyImage]]] = []
         free = self._encoder.images_per_batch
-        for one in group:
-            if not free:
-                break
+        while group and free:
+            one = group.pop(0)
+            if not self._take(one):
+                continue
             images = one.images[len(one.features) :][:free]
             free -= len(images)
             part.append((one, images))
