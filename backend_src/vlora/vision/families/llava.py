@@ -48,9 +48,9 @@ def patches_of_side(config: Any, processor: Any, image: DecodedImage) -> tuple[i
 
 
 def _tokens_of_overview(config: Any, processor: Any, image: DecodedImage) -> int:
-    # Tiles add to these, except for a frame of LLaVA-OneVision, whose sides are halved.
     height, width = patches_of_side(config, processor, image)
-    return height * width if not image.is_video else (height // 2) * (width // 2)
+    # Tiles add to these. Only LLaVA-OneVision has views, and halves the sides of its frames.
+    return height * width if image.view not in FRAMES else (height // 2) * (width // 2)
 
 
 def _features(model: Any, images: Sequence[Pixels]) -> Sequence[torch.Tensor]:
@@ -109,6 +109,7 @@ LLAVA_NEXT = VisionFamily(
 
 # Views, which say how an image is encoded. A single image has no view.
 SEVERAL, FRAME, LAST_FRAME = "several", "frame", "last frame"
+FRAMES = (FRAME, LAST_FRAME)
 
 
 def _with_views(clips: Mapping[str, Any], images: Sequence[DecodedImage]) -> Sequence[DecodedImage]:
@@ -128,7 +129,7 @@ def _preprocess(processor: Any, image: DecodedImage) -> Pixels:
             images=[[picture, Image.new("RGB", (1, 1))]], return_tensors="pt", **FOR_RGB
         )
         return {"several": pixels["pixel_values"][:1], "sizes": pixels["image_sizes"][:1]}
-    if image.view in (FRAME, LAST_FRAME):
+    if image.view in FRAMES:
         side = processor.size["height"]
         # With only this resolution, the processor makes a single small tile. The overview comes
         # first.
