@@ -25,6 +25,7 @@ from PIL import Image
 
 from tests.support.gateway import Gateway, running
 from tests.support.hostile_images import flat_png, jpeg_with_scans, run_length_bmp, tiff_with_tile
+from tests.support.polling import until
 from tests.support.triton_client import picture, serving
 from vlora.launcher.repository import ServerOptions
 
@@ -112,7 +113,7 @@ class Healthy:
         self._gateway = gateway
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)
-        self.worst, self.faults = 0.0, []
+        self.worst, self.answered, self.faults = 0.0, 0, []
         self._thread.start()
 
     def _run(self) -> None:
@@ -127,6 +128,12 @@ class Healthy:
             self.worst = max(self.worst, time.monotonic() - start)
             if status != 200:
                 self.faults.append(f"{status}: {answer[:200]}")
+            self.answered += 1
+
+    def settle(self) -> None:
+        """Wait until the question that waits now has been answered."""
+        before = self.answered
+        until(lambda: self.answered > before, seconds=60)
 
     def close(self) -> None:
         self._stop.set()
@@ -149,7 +156,7 @@ def attack(gateway: Gateway, count: int, seed: int) -> list[dict[str, Any]]:
             except OSError as error:  # It took too long, or was closed.
                 status, answer = 0, repr(error)
             seconds = time.monotonic() - start
-            time.sleep(0.1)
+            healthy.settle()
             line = {"wait": round(healthy.worst, 3), "seconds": round(seconds, 2), "bomb": what}
             found.append(line | {"status": status, "answer_bytes": len(answer)})
             print(number, json.dumps(found[-1]), answer[:160] if status >= 500 else "", flush=True)
