@@ -48,8 +48,7 @@ class Limits:
     max_image_megapixels: float = 40.0
     # A decoded pixel takes 3 bytes.
     max_request_megapixels: float = 640.0
-    # Does not count the images of the request that is being decoded. So the encoder's decoded
-    # images have at most the sum of this limit and `max_request_megapixels`.
+    # One image, or two frames of a clip, may exceed it alone.
     max_batch_megapixels: float = 160.0
     # That of Qwen-VL. Without it, a processor that scales the shorter edge to a fixed length would
     # make a huge image of a long strip.

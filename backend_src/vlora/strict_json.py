@@ -47,7 +47,7 @@ def load_object(text: str, what: str, max_depth: int = MAX_DEPTH) -> dict[str, A
         seen: dict[str, Any] = {}
         for key, value in pairs:
             if key in seen:
-                raise InvalidArgument(f"{what} has the key '{key}' twice")
+                raise InvalidArgument(f"{what} has the key {shown(key)} twice")
             seen[key] = value
         return seen
 

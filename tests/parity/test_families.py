@@ -34,7 +34,7 @@ from vlora.model.inputs import PromptReader, image_grids, prompt_positions
 from vlora.request import ImageFeatures, Request
 from vlora.sampling import SamplingParams
 from vlora.vision.chat_template import ChatTemplate
-from vlora.vision.images import DecodedImage
+from vlora.vision.images import DecodedImage, PictureSize
 from vlora.vision.prompts import render
 
 MAX_TOKENS = 24
@@ -65,6 +65,34 @@ def questions(family: OracleFamily) -> list[tuple[str, list[DecodedImage], str |
         prompt = render("vqa", f"{marks}what is shown in {number}?", stills, frames, template)
         drawn.append((prompt, images, (None, *ADAPTERS)[number % 3 if number != 7 else 0]))
     return drawn
+
+
+@pytest.mark.parametrize("stills", [1, 2])
+@pytest.mark.parametrize("family", FAMILY_NAMES, indirect=True)
+def test_images_are_the_same_if_their_pictures_come_one_after_another(
+    family: OracleFamily, stills: int
+) -> None:
+    """Their sizes are known before, but not that the orientation turns the last still."""
+    rng = np.random.default_rng(stills)
+    sizes = [*rng.integers(9, 90, (stills, 2)), (40, 60), (50, 20), (40, 60)]
+    images = [
+        DecodedImage(rng.integers(0, 256, (*size, 3), np.uint8), i >= stills)
+        for i, size in enumerate(sizes)
+    ]
+    (whole,) = family.service.run([images])
+    received = family.service.receive(None)
+    measured = [PictureSize(image.height, image.width, image.is_video) for image in images]
+    measured[stills - 1] = PictureSize(images[stills - 1].width, images[stills - 1].height, False)
+    received.plan(measured)
+    complete = [received.add(image.rgb) for image in images]
+    assert complete.count(True) == len(received.images)
+    parts = [feature for one in received.images for feature in family.service.encode([one])]
+    answer = family.service.assemble(received.images, parts)
+    np.testing.assert_allclose(answer.features, whole.features, atol=1e-5)
+    assert answer.layout.tolist() == whole.layout.tolist()
+    assert answer.size.tolist() == whole.size.tolist()
+    assert answer.digests == whole.digests
+    assert sum(one.prepared.tokens for one in received.images) <= len(whole.features)
 
 
 @pytest.mark.parametrize("mode", ["unmerged", "mixed", "preempted"])

@@ -6,6 +6,8 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,7 @@ from vlora.serving.service import Service
 from vlora.serving.tensors import Tensors, flag, strings
 from vlora.serving.vision_encoder import VisionService
 from vlora.vision.adapters import VisionPart
-from vlora.vision.decoding import DecodedRequest, OnDone
+from vlora.vision.decoding import Begin, OnDone
 from vlora.vision.features import EncodedImages
 from vlora.vision.images import DecodedImage, ImageRequest
 
@@ -190,17 +192,19 @@ class FakeEncoder:
     def count_group(self, requests: int) -> None:
         self.groups.append(requests)
 
-    def run(
-        self, batch: Sequence[Sequence[DecodedImage]], parts: Sequence[VisionPart | None] = ()
-    ) -> list[EncodedImages]:
-        if any(batch):
-            self.parts.append([len(images) for images in batch])
-            assert self._gate.wait(30)
+    def receive(self, part: VisionPart | None, hold: Callable[[int], None]) -> Any:
+        return SimpleNamespace(images=[])
+
+    def encode(self, images: Sequence[DecodedImage]) -> list[str]:
+        runs = groupby(images, key=lambda image: image.view)
+        self.parts.append([len(list(own)) for _, own in runs])
+        assert self._gate.wait(30)
         if self.error is not None:
             raise self.error
-        return [self._one(images) for images in batch]
+        return ["features"] * len(images)
 
-    def _one(self, images: Sequence[DecodedImage]) -> EncodedImages:
+    def assemble(self, images: Sequence[DecodedImage], features: Sequence[str]) -> EncodedImages:
+        assert len(images) == len(features)
         count = len(images)
         layout = [(2 * i, 2, 1, 1, 2, 0) for i in range(count)]
         return EncodedImages(
@@ -214,22 +218,22 @@ class FakeEncoder:
 class HeldDecoder:
     """Decodes all images to 6 x 4 pixels at once, or holds requests until `release`.
 
-    decoded, released: numbers of requests that were decoded, and whose pixels were released.
+    decoded: number of requests that were decoded. It is the view of their images.
     """
 
     def __init__(self) -> None:
         self._held: list[Callable[[], None]] = []
         self.holds = False
         self.decoded = 0
-        self.released = 0
 
-    def submit(self, request: ImageRequest, on_done: OnDone, check: Callable[[], None]) -> None:
+    def submit(self, request: ImageRequest, begin: Begin, on_done: OnDone) -> None:
         def run() -> None:
             try:
-                check()
+                pictures: Any = begin()
                 self.decoded += 1
-                images = [DecodedImage(np.zeros((4, 6, 3), np.uint8)) for _ in request.elements]
-                on_done(DecodedRequest(images, self._release_pixels))
+                image = DecodedImage(np.zeros((4, 6, 3), np.uint8), view=str(self.decoded))
+                pictures.images += [image] * len(request)
+                on_done(None)
             except Exception as error:
                 on_done(error)
 
@@ -237,9 +241,6 @@ class HeldDecoder:
             self._held.append(run)
         else:
             run()
-
-    def _release_pixels(self) -> None:
-        self.released += 1
 
     def release(self) -> None:
         self.holds = False

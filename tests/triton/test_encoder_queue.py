@@ -28,8 +28,8 @@ ENCODER = '{model="vision_encoder",version="1"}'
 PROMPT = np.array([[b"?"]], dtype=object)
 COLOURS = itertools.count(1)
 
-BUSY_SECONDS = 3.0
-"""Time for which the encoder is occupied."""
+BUSY_SECONDS, BUSY_REQUESTS = 3.0, 10
+"""Time for which the encoder is occupied, and number of requests that occupy it."""
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +37,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     """Yield a server with a deep vision tower and a queue of 16 requests. `ask` is its client."""
     config = make_model(seed=0).config
     config.vision_config.num_hidden_layers = 40
+    config.text_config.max_position_embeddings = 4096  # the tokens of 64 images
     folder = tmp_path_factory.mktemp("deep")
     save_checkpoint(folder, LlavaForConditionalGeneration(config))
     limits = {"max_decode_seconds": 2.0}
@@ -87,9 +88,10 @@ def busy_encoder(ask: Asker) -> Iterator[Busy]:
     occupy(ask, 8)
     # The pace of this machine decides how many frames are enough.
     frames = min(math.ceil(BUSY_SECONDS * 8 / (time.monotonic() - start)), 512)
-    sizes = [min(frames - first, 64) for first in range(0, frames, 64)]
+    # A request waits for a part of each that came before it, so these are many.
+    sizes = [math.ceil(frames / BUSY_REQUESTS)] * BUSY_REQUESTS
     with ThreadPoolExecutor(len(sizes)) as pool:
-        busy = Busy([pool.submit(occupy, ask, size) for size in sizes], frames + 9)
+        busy = Busy([pool.submit(occupy, ask, size) for size in sizes], sum(sizes) + 9)
         time.sleep(0.5)
         assert not busy.ended
         yield busy

@@ -10,9 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -21,6 +19,7 @@ import psutil
 import pytest
 from PIL import Image
 
+from tests.support.decoding import Kept, decoded, start
 from tests.support.hostile_images import flat_png, jpeg_with_scans, run_length_bmp, tiff_with_tile
 from tests.support.polling import until
 from tests.support.processes import children_that_run
@@ -52,9 +51,7 @@ def fork_servers() -> list[psutil.Process]:
 
 
 def decode(decoder: ImageDecoder, *images: bytes, limits: Limits = LIMITS) -> list[DecodedImage]:
-    decoded = decoder.decode(check_images(images, [], None, limits))
-    decoded.release()
-    return decoded.images
+    return decoded(decoder, check_images(images, [], None, limits))
 
 
 def picture(seed: int = 0, side: int = 40) -> tuple[ByteArray, bytes]:
@@ -113,23 +110,13 @@ def test_an_image_that_needs_too_much_memory_is_refused(
 def test_other_requests_are_decoded_while_slow_ones_run() -> None:
     """Slow requests give up their regular permits, so a fast request is decoded soon."""
     decoder = ImageDecoder(LIMITS, permits=1)
-    done = threading.Semaphore(0)
-    results: list[object] = []
-
-    def finished(result: object) -> None:
-        results.append(result)
-        done.release()
-
     endless = check_images([ENDLESS], [], None, LIMITS)
-    for _ in range(2):
-        decoder.submit(endless, finished)
+    slow = [start(decoder, endless, Kept()) for _ in range(8)]
     for seed in range(5):
         check_that_it_works(decoder, seed)
-    assert results == []
+    assert not any(one.done() for one in slow)
     decoder.close()
-    for _ in range(2):
-        assert done.acquire(timeout=10)
-    assert all(isinstance(result, Unavailable) for result in results)
+    assert any(isinstance(one.exception(10), Unavailable) for one in slow if not one.cancelled())
 
 
 @pytest.mark.parametrize("slow_seconds", [0.2, math.inf])
@@ -139,7 +126,7 @@ def test_a_slow_request_leaves_its_regular_permit_and_later_gets_a_lower_priorit
     """A clip also takes long to decode, and should not get a lower priority at once."""
     monkeypatch.setattr("vlora.vision.decoding.SLOW_SECONDS", slow_seconds)
     decoder = ImageDecoder(LIMITS, permits=1)
-    decoder.submit(check_images([ENDLESS], [], None, LIMITS), lambda result: None)
+    start(decoder, check_images([ENDLESS], [], None, LIMITS), Kept())
     (server,) = fork_servers()
     if slow_seconds < math.inf:
         lowered = min(server.nice() + SLOW_NICENESS, 19)
@@ -194,11 +181,12 @@ def test_the_processes_end_with_the_one_that_started_them() -> None:
 import sys, threading
 from tests.support.hostile_images import jpeg_with_scans
 from vlora.config import Limits
+from tests.support.decoding import Kept, start
 from vlora.vision.decoding import ImageDecoder
 from vlora.vision.images import check_images
 decoder = ImageDecoder(Limits())
 request = check_images([jpeg_with_scans(2000, 3000)], [], None, Limits())
-decoder.submit(request, print)
+start(decoder, request, Kept())
 print("decoding", flush=True)
 threading.Event().wait()
 """
@@ -216,24 +204,59 @@ threading.Event().wait()
     assert alive == []
 
 
-def test_requests_wait_for_pixels_of_others_and_one_may_exceed_the_limit() -> None:
-    pool = PixelPool(100)
-    pool.reserve("a", 60, lambda: None)
-    pool.reserve("b", 70, lambda: None)  # exceeds the limit
-    reserved = threading.Event()
+def test_large_pictures_wait_for_each_other_in_their_order_and_never_delay_small_ones() -> None:
+    pool = PixelPool(100e6)
+    pool.reserve(80_000_000, lambda: None)  # Alone it may exceed the share of large pictures.
+    reserved: list[int] = []
 
-    def third() -> None:
-        pool.reserve("c", 30, lambda: None)
-        reserved.set()
+    def reserve(pixels: int) -> None:
+        pool.reserve(pixels, lambda: None)
+        reserved.append(pixels)
 
-    thread = threading.Thread(target=third)
-    thread.start()
-    pool.reserve("b", 500, lambda: None)
-    time.sleep(0.05)
-    assert not reserved.is_set()
-    pool.release("b")
-    assert reserved.wait(10)
-    thread.join()
+    with ThreadPoolExecutor(2) as threads:
+        threads.submit(reserve, 70_000_000)
+        until(lambda: len(pool._waiting[False]) == 1)
+        threads.submit(reserve, 5_000_000)
+        until(lambda: len(pool._waiting[False]) == 2)
+        for _ in range(5):
+            reserve(decode_worker.SMALL_PIXELS)
+        pool.release(80_000_000)
+    assert reserved == [decode_worker.SMALL_PIXELS] * 5 + [70_000_000, 5_000_000]
+
+
+def test_a_request_of_many_large_images_holds_the_pixels_of_one_at_a_time(
+    decoder: ImageDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others decode beside it. A request is refused for its sizes before anything is decoded."""
+    held: list[float] = []
+    reserve = decoder._pixels.reserve
+
+    def noted(pixels: int, check: Callable[[], None]) -> None:
+        reserve(pixels, check)
+        held.append(sum(decoder._pixels._held.values()))
+
+    monkeypatch.setattr(decoder._pixels, "reserve", noted)
+    images = [flat_png(2500, 2000)] * 6
+    assert len(decode(decoder, *images)) == 6
+    assert held == [5e6] * 6
+    held.clear()
+    with pytest.raises(InvalidArgument, match="with image 5 the request has"):
+        decode(decoder, *images, limits=replace(LIMITS, max_request_megapixels=26))
+    assert held == []
+
+
+def test_a_clip_holds_the_frames_that_are_needed_together(decoder: ImageDecoder) -> None:
+    """It continues after an interruption with the first frame that is not complete."""
+    rgb = [picture(seed)[0] for seed in range(5)]
+    content = io.BytesIO()
+    first, *rest = map(Image.fromarray, rgb[:3])
+    first.save(content, "PNG", save_all=True, append_images=rest)
+    kept = Kept(together=2)
+    kept.images, kept.sizes = [DecodedImage(rgb[0], True), DecodedImage(rgb[1], True)], []
+    clip = [content.getvalue(), picture(3)[1], picture(4)[1]]
+    frames = start(decoder, check_images([], clip, None, LIMITS), kept).result(60)
+    for frame, expected in zip(frames, rgb, strict=True):
+        np.testing.assert_array_equal(frame.rgb, expected)
 
 
 @pytest.mark.parametrize("refusals", [3, decode_worker.SEAL_TRIES])

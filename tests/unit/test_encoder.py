@@ -35,7 +35,7 @@ from vlora.vision.families.qwen_vl import (
     frame_size_of_qwen3,
 )
 from vlora.vision.features import EncoderService, FeatureCache
-from vlora.vision.images import DecodedImage
+from vlora.vision.images import DecodedImage, PictureSize
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +207,8 @@ class FakeEncoder:
     """
 
     hidden = HIDDEN
-    prepare = staticmethod(lambda images: [PreparedImage(image, (2, 2)) for image in images])
+    prepare = staticmethod(lambda images: [PreparedImage(image, (2, 2), 4) for image in images])
+    preprocess = staticmethod(lambda image: {"rgb": image.rgb})
 
     def __init__(self, tower_digest="tower", failures=()):
         self.tower_digest = tower_digest
@@ -224,7 +225,7 @@ class FakeEncoder:
 
     @staticmethod
     def features_of(image):
-        return np.tile(image.rgb.mean((0, 1)).astype(np.float32), (ROWS, 1))
+        return np.tile(image["rgb"].mean((0, 1)).astype(np.float32), (ROWS, 1))
 
 
 def picture(colour, height=2, width=3, is_video=False):
@@ -304,6 +305,24 @@ def test_many_misses_are_encoded_in_bounded_calls(monkeypatch):
     (answer,) = encoders.run([[picture(i) for i in range(10)]])
     assert encoder.calls == [4, 4, 2]
     np.testing.assert_array_equal(answer.features[::ROWS, 0], np.arange(10, dtype=np.float32))
+
+
+def test_a_request_with_too_many_image_tokens_is_refused_before_its_images_are_decoded():
+    """Each image has four tokens."""
+    encoders = EncoderService(FakeEncoder(), FeatureCache(0), context=11)
+    encoders.receive(None).plan([PictureSize(3000, 4000, False)] * 2)
+    with pytest.raises(
+        InvalidArgument, match="too long: it has 12 image tokens; the context of 11"
+    ):
+        encoders.receive(None).plan([PictureSize(3000, 4000, False)] * 3)
+
+
+def test_the_pixels_of_a_request_for_the_tower_are_counted():
+    held = []
+    received = EncoderService(FakeEncoder(), FeatureCache(0)).receive(None, held.append)
+    received.plan([PictureSize(2, 3, False)] * 2)
+    assert all(received.add(picture(colour).rgb) for colour in (1, 2))
+    assert held == [18, 18]
 
 
 def test_the_least_recently_used_entry_is_evicted():

@@ -8,6 +8,7 @@ import json
 import socket
 import threading
 from contextlib import AbstractContextManager, closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +18,11 @@ from tests.support.http_server import http_server, response
 from vlora.gateway import media
 from vlora.gateway.answers import CompletionWriter
 from vlora.gateway.backend import Piece
-from vlora.gateway.bodies import MANY_COMMAS, Bodies
+from vlora.gateway.bodies import LONG_BYTES, Bodies, Held, _UrlScanner
 from vlora.gateway.errors import ApiError
 from vlora.gateway.media import MediaLoader, decode, is_public
 from vlora.gateway.messages import MAX_MEDIA, Conversation, Media
-from vlora.gateway.options import GatewayOptions
+from vlora.gateway.options import MIB, GatewayOptions
 from vlora.gateway.requests import MAX_COMMAS, Ask, read_body, read_chat, read_completion
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
@@ -208,15 +209,15 @@ def test_an_unknown_field_with_a_long_name_is_refused_without_a_search() -> None
     assert len(error.param or "") < 100
 
 
-def test_a_body_with_many_values_is_parsed_beside_the_event_loop() -> None:
+def test_a_long_body_is_parsed_beside_the_event_loop() -> None:
     """Other requests are served meanwhile: parsing ends only after the loop has run a callback."""
     went_on = threading.Event()
 
     async def parsed() -> tuple[str, str]:
         bodies = Bodies(GatewayOptions())
         asyncio.get_running_loop().call_soon(went_on.set)
-        large = await bodies.parse(bytearray(b"," * (MANY_COMMAS + 1)), name_of_thread)
-        small = await bodies.parse(bytearray(b"x" * (MANY_COMMAS + 1)), name_of_thread)
+        large = await bodies.parse(bytearray(LONG_BYTES + 1), name_of_thread)
+        small = await bodies.parse(bytearray(LONG_BYTES), name_of_thread)
         bodies.close()
         return large, small
 
@@ -229,11 +230,95 @@ def test_a_body_with_many_values_is_parsed_beside_the_event_loop() -> None:
     assert small == threading.current_thread().name
 
 
+class Upload:
+    """A body in parts of `size` bytes. taken: number of parts received. stalls: it never ends."""
+
+    def __init__(self, body: bytes, size: int = 64 * 1024, stalls: bool = False) -> None:
+        self.parts = [body[start : start + size] for start in range(0, len(body), size)]
+        self.stalls = stalls
+        self.taken = 0
+
+    async def __call__(self) -> dict[str, Any]:
+        if self.taken == len(self.parts):
+            await asyncio.sleep(60)
+        self.taken += 1
+        more = self.stalls or self.taken < len(self.parts)
+        return {"type": "http.request", "body": self.parts[self.taken - 1], "more_body": more}
+
+    def receive(self, bodies: Bodies, held: Held) -> bytearray:
+        headers = [(b"content-type", b"application/json")]
+        request = Request({"type": "http", "headers": headers}, self)
+        return asyncio.run(bodies.receive(request, held))
+
+
+@pytest.mark.parametrize(
+    "start", [b'{"user": "', b'{"data:', b'{"stop": [0', b'{"x": "data:", "y": "']
+)
+def test_only_data_urls_of_a_body_may_be_large(start: bytes) -> None:
+    """The rest is bounded while it arrives. A key that looks like a URL is found by its echo."""
+    bodies = Bodies(GatewayOptions())
+    with bodies.holding("-") as held:
+        large = Upload(start + b",0" * 4 * 1024**2)
+        if start.endswith(b"data:"):
+            assert len(large.receive(bodies, held)) == 4 * 2 * 1024**2 + len(start)
+        else:
+            with pytest.raises(
+                ApiError, match="more than 4194304 bytes without its images"
+            ) as error:
+                large.receive(bodies, held)
+            assert error.value.code == "TOO_LARGE"
+            assert large.taken in (64, 65)
+    with bodies.holding("-") as held:
+        body = b'{"url": "data:image/png;base64,' + b"A" * 100_000 + b'", "a": ["data:", "data:x"]}'
+        for size in (1, 7, 1000):
+            scanner = _UrlScanner()
+            arrived = bytearray()
+            for part in Upload(body, size).parts:
+                arrived += part
+                scanner.scan(arrived)
+            assert scanner.json_bytes < 300
+        assert Upload(body * 60, 100_000).receive(bodies, held) == body * 60
+
+
+@pytest.mark.parametrize("size", [10, 1_000_000])
+def test_a_stalled_upload_ends_soon(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vlora.gateway.bodies.WINDOW_SECONDS", 0.2)
+    bodies = Bodies(GatewayOptions())
+    with bodies.holding("-") as held, pytest.raises(ApiError, match="fewer than 163840 bytes"):
+        Upload(b"[" + b" " * size, stalls=True).receive(bodies, held)
+
+
+def test_a_tenant_has_a_share_of_the_memory_for_bodies_and_small_bodies_a_part_of_it() -> None:
+    bodies = Bodies(GatewayOptions(keys=Path("keys"), max_held_bytes=80 * MIB))
+    with bodies.holding("a") as a, bodies.holding("b") as b, bodies.holding("c") as c:
+        a.add(40 * MIB)
+        with pytest.raises(ApiError, match=f"your requests have more than {40 * MIB} bytes"):
+            a.add(1)
+        b.add(30 * MIB)
+        with pytest.raises(ApiError, match=f"all requests have more than {70 * MIB} bytes"):
+            b.add(1)
+        c.add(MIB)
+        with pytest.raises(ApiError, match="all requests"):
+            c.add(1)
+        a.release()
+        c.add(30 * MIB)
+    assert bodies._held == {}
+
+
+def test_a_message_is_bounded_whatever_it_quotes() -> None:
+    assert len(ApiError("INVALID_ARG", "x" * 10**7, "y" * 10**7).as_json()) < 5000
+    with pytest.raises(ApiError) as error:
+        read_body(b'{"%b": 1, "%b": 2}' % (b"a" * 10**6, b"a" * 10**6))
+    assert len(error.value.message) < 300
+
+
 def test_an_encoded_body_is_refused_by_the_name_of_its_encoding() -> None:
     headers = [(b"content-type", b"application/json"), (b"content-encoding", b"gzip")]
 
     async def receive() -> None:
-        await Bodies(GatewayOptions()).receive(Request({"type": "http", "headers": headers}), print)
+        bodies = Bodies(GatewayOptions())
+        with bodies.holding("-") as held:
+            await bodies.receive(Request({"type": "http", "headers": headers}), held)
 
     with pytest.raises(ApiError, match="content encoding must be identity, not 'gzip'"):
         asyncio.run(receive())
@@ -258,11 +343,13 @@ def test_an_error_about_an_image_names_its_part_of_the_request(
 
 def load(options: GatewayOptions, *urls: str) -> list[bytes]:
     async def loaded() -> list[bytes]:
-        loader = MediaLoader(options)
+        loader, bodies = MediaLoader(options), Bodies(options)
         try:
-            return await loader.load([Media(url, "here") for url in urls])
+            with bodies.holding("-") as held:
+                return await loader.load([Media(url, "here") for url in urls], bodies, held)
         finally:
             await loader.close()
+            bodies.close()
 
     return asyncio.run(loaded())
 
@@ -375,6 +462,9 @@ def test_a_fetched_image_has_limits_of_size_and_time() -> None:
         url, hosts = f"http://localhost:{port}/", (f"localhost:{port}",)
         options = GatewayOptions(image_hosts=hosts, max_fetch_bytes=999)
         assert "more than 999 bytes" in refused(options, url).message
+        held = GatewayOptions(image_hosts=hosts, max_held_bytes=1500)
+        with pytest.raises(ApiError, match="the bodies of all requests have more than 1500 bytes"):
+            load(held, url, url)
         options = GatewayOptions(image_hosts=hosts, max_body_bytes=1500)
         assert "more than 500 bytes" in refused(options, url, url).message
     with closing(socket.create_server(("127.0.0.1", 0))) as silent:

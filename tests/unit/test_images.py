@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+from tests.support.decoding import decoded
 from vlora.config import Limits
 from vlora.errors import InvalidArgument
 from vlora.vision.decoding import ImageDecoder
@@ -34,9 +35,7 @@ def decoder() -> Iterator[None]:
 def decode_request(images=(), frames=(), frames_raw=None, **limits) -> list[DecodedImage]:
     """Return the decoded images of one request. limits: those that are not the default."""
     request = check_images(images, frames, frames_raw, Limits(**limits))
-    decoded = _decoders[0].decode(request)
-    decoded.release()
-    return decoded.images
+    return decoded(_decoders[0], request)
 
 
 def random_rgb(seed: int, height: int = 20, width: int = 30) -> np.ndarray:

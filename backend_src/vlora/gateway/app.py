@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +24,7 @@ from vlora import __version__, paths
 from vlora.errors import nearest, shown
 from vlora.gateway.answers import CompletionWriter
 from vlora.gateway.backend import Backend, Piece, Question, wait_for_first_answer
-from vlora.gateway.bodies import Bodies
+from vlora.gateway.bodies import MAX_JSON_BYTES, Bodies, Held, too_much_json
 from vlora.gateway.door import App, Door, GatewayMetrics, RateLimit, Receive, Visit, load_keys
 from vlora.gateway.errors import ApiError, error_response
 from vlora.gateway.media import MediaLoader
@@ -201,11 +202,15 @@ class Gateway:
         visit: Visit = request.state.visit
         ask = None
         try:
-            with self._bodies.holding() as hold:
-                body = await self._bodies.receive(request, hold)
-                ask = await self._bodies.parse(body, lambda body: read(read_body(body)))
+            with self._bodies.holding(visit.tenant) as held:
+                # No variable here keeps the body, so its memory is free once it was passed on.
+                ask = await self._bodies.parse(
+                    await self._bodies.receive(request, held), partial(_read, read)
+                )
                 visit.model = ask.model
-                return await self._answer(request, visit, ask)
+                files = await self._load(ask, held)
+                ask = replace(ask, conversation=ask.conversation.without_urls())
+                return await self._answer(request, visit, ask, files, held)
         except ApiError as error:
             if error.code == "NOT_FOUND":
                 error.message += f"; the base model is {self.options.base_name!r}"
@@ -216,7 +221,14 @@ class Gateway:
             self.metrics.disconnects.inc()
             return Response(status_code=499)
 
-    async def _answer(self, request: Request, visit: Visit, ask: Ask) -> Response:
+    async def _load(self, ask: Ask, held: Held) -> list[list[bytes]]:
+        """Return the files of a request's images, and those of its frames."""
+        media = (ask.conversation.images, ask.conversation.frames)
+        return [await self._media.load(one, self._bodies, held) for one in media]
+
+    async def _answer(
+        self, request: Request, visit: Visit, ask: Ask, files: list[list[bytes]], held: Held
+    ) -> Response:
         id = f"{'chatcmpl' if ask.chat else 'cmpl'}-{visit.id}"
         writer = CompletionWriter(ask, id)
         sampling = ask.sampling
@@ -227,13 +239,14 @@ class Gateway:
                 id,
                 ask.conversation.text,
                 ask.task,
-                await self._media.load(ask.conversation.images),
-                await self._media.load(ask.conversation.frames),
+                files.pop(0),
+                files.pop(0),
                 sampling,
                 ask.stream,
                 ask.logprobs,
                 ask.has_messages,
-            )
+            ),
+            held.release,
         )
         if ask.stream:
             # The response begins when the first piece has arrived. An error before that still sets
@@ -295,6 +308,14 @@ class _Events(Response):
             if event:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _read(read: Callable[[dict[str, Any]], Ask], body: bytearray) -> Ask:
+    ask = read(read_body(body))
+    # A text that looks like a data URL has not been counted yet.
+    if len(ask.conversation.text) + len(str(ask.sampling)) > MAX_JSON_BYTES:
+        raise too_much_json()
+    return ask
 
 
 def _event(error: ApiError) -> bytes:

@@ -163,9 +163,13 @@ class Backend:
             await asyncio.wait(self._cancels)
         await self._channel.close()
 
-    async def ask(self, question: Question) -> AsyncGenerator[Piece, None]:
+    async def ask(
+        self, question: Question, on_sent: Callable[[], None] = lambda: None
+    ) -> AsyncGenerator[Piece, None]:
         """Yield the pieces of the answer. The last one has a finish reason. Raises ApiError. If the
         iterator is closed before its end, the question is cancelled by its id.
+
+        on_sent: called when the question has been sent.
         """
         call = self._stream()
         answers = TimedCall(call, self._answer_seconds)
@@ -174,6 +178,7 @@ class Backend:
         try:
             await answers.send(_request(question))
             del question  # Free the encoded images.
+            on_sent()
             while not ended:
                 message = await answers.next()
                 if message is grpc.aio.EOF:

@@ -43,6 +43,9 @@ TYPES = {
     429: "rate_limit_error",
 }
 
+# Maximum number of characters of a message, whatever it quotes, and of the name of a field.
+MAX_MESSAGE, MAX_PARAM = 4096, 256
+
 _QUOTED = re.compile(r"'(\w+)'")
 
 
@@ -70,9 +73,9 @@ class ApiError(Exception):
     def as_json(self) -> bytes:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         error = {
-            "message": self.message,
+            "message": self.message[:MAX_MESSAGE],
             "type": TYPES.get(self.status, kind),
-            "param": self.param,
+            "param": self.param and self.param[:MAX_PARAM],
             "code": self.code,
         }
         return json.dumps({"error": error}).encode()

@@ -10,6 +10,7 @@ import asyncio
 import ipaddress
 import socket
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,6 +18,7 @@ import httpcore2
 
 from vlora.base64_text import decode_base64
 from vlora.errors import shown
+from vlora.gateway.bodies import Bodies, Held
 from vlora.gateway.errors import ApiError, invalid
 from vlora.gateway.messages import Media
 from vlora.gateway.options import GatewayOptions
@@ -46,20 +48,23 @@ class MediaLoader:
     async def close(self) -> None:
         await self._pool.aclose()
 
-    async def load(self, media: Sequence[Media]) -> list[bytes]:
+    async def load(self, media: Sequence[Media], bodies: Bodies, held: Held) -> list[bytes]:
         """Return the encoded files of the images. The fetched ones have `max_body_bytes` in total.
         Raises ApiError, which names the field or the host of an image that cannot be used.
+
+        bodies: decodes data URLs. held: counts the bytes of fetched images.
         """
         files, left = [], self._options.max_body_bytes
         for one in media:
             if one.url[:5].lower() == "data:":
-                files.append(decode(one))
+                files.append(await bodies.parse(one.url, partial(_decode, one.param)))
             else:
-                files.append(await self._load(one, min(left, self._options.max_fetch_bytes)))
+                limit = min(left, self._options.max_fetch_bytes)
+                files.append(await self._load(one, limit, held))
                 left -= len(files[-1])
         return files
 
-    async def _load(self, media: Media, limit: int) -> bytes:
+    async def _load(self, media: Media, limit: int, held: Held) -> bytes:
         url, host = _read_url(media)
         if host not in self._hosts:
             allowed = ", ".join(sorted(self._hosts)) or "none; send a data URL"
@@ -67,7 +72,7 @@ class MediaLoader:
             raise ApiError("PERMISSION_DENIED", refusal, media.param)
         try:
             async with asyncio.timeout(self._options.fetch_seconds):
-                return await self._fetch(url, limit, media.param)
+                return await self._fetch(url, limit, media.param, held)
         except TimeoutError:
             reason = f"took more than {self._options.fetch_seconds:g} s"
         except PrivateAddress as error:
@@ -76,7 +81,7 @@ class MediaLoader:
             reason = f"cannot be fetched: {error}"
         raise invalid(media.param, f"the image of {host!r} {reason}")
 
-    async def _fetch(self, url: httpcore2.URL, limit: int, param: str) -> bytes:
+    async def _fetch(self, url: httpcore2.URL, limit: int, param: str, held: Held) -> bytes:
         content = bytearray()
         headers = [("accept", "image/*"), ("user-agent", "vlora-gateway")]
         async with self._pool.stream("GET", url, headers=headers) as response:
@@ -84,6 +89,7 @@ class MediaLoader:
                 answer = f"the image's host answered with status {response.status} instead of 200"
                 raise invalid(param, f"{answer}; redirects are not followed")
             async for part in response.aiter_stream():
+                held.add(len(part))
                 content += part
                 if len(content) > limit:
                     raise invalid(param, f"the image has more than {limit} bytes, the limit")
@@ -92,15 +98,19 @@ class MediaLoader:
 
 def decode(media: Media) -> bytes:
     """Return the content of a data URL. Raises ApiError."""
-    comma = media.url.find(",", 0, MAX_HEADER)
-    header = media.url[: max(comma, 0)]
+    return _decode(media.param, media.url)
+
+
+def _decode(param: str, url: str) -> bytes:
+    comma = url.find(",", 0, MAX_HEADER)
+    header = url[: max(comma, 0)]
     if not header.lower().endswith(";base64"):
         form = "base64, as in data:image/png;base64,iVBORw0…"
-        raise invalid(media.param, f"'{media.param}' must be {form}")
+        raise invalid(param, f"'{param}' must be {form}")
     try:
-        return decode_base64(media.url[comma + 1 :])
+        return decode_base64(url[comma + 1 :])
     except ValueError as error:
-        raise invalid(media.param, f"'{media.param}' is not valid base64: {error}") from None
+        raise invalid(param, f"'{param}' is not valid base64: {error}") from None
 
 
 def _read_url(media: Media) -> tuple[httpcore2.URL, str]:

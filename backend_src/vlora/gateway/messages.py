@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vlora.errors import nearest, shown
@@ -74,6 +74,11 @@ class Conversation:
     text: str
     images: tuple[Media, ...] = ()
     frames: tuple[Media, ...] = ()
+
+    def without_urls(self) -> Conversation:
+        """Return a copy whose media have only their places, so that their content can be freed."""
+        images, frames = ([replace(one, url="") for one in m] for m in (self.images, self.frames))
+        return replace(self, images=tuple(images), frames=tuple(frames))
 
     def place_of(self, message: str) -> str | None:
         """Return the path of the image or frame that an error message of the server begins with."""

@@ -22,7 +22,7 @@ class GatewayOptions:
     image_hosts: hosts from which images may be fetched, HOST or HOST:PORT; none by default.
     metrics_url: URL of the server's metrics, which are appended to the gateway's own, or None.
     max_body_bytes: maximum size of a request's body, and of all images fetched for it.
-    max_held_bytes: maximum size of all request bodies in memory.
+    max_held_bytes: maximum size of all request bodies, and fetched images, in memory.
     max_fetch_bytes, fetch_seconds: limits of one fetched image.
     answer_seconds: time limit for sending a request to the server, and for each response.
     grace_seconds: seconds that running requests get to finish when the gateway stops.

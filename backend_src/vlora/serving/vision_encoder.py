@@ -1,24 +1,26 @@
 """The `vision_encoder` model without Triton: a queue of requests with images to decode and encode.
 
-Images are decoded in parallel, and encoded in the order in which their pixels are ready. Requests
+Images are decoded in parallel, and encoded in the order in which their requests are ready. Requests
 that are ready together are split into parts, one batch each, and answered while the next part is
-encoded (decision 18).
+encoded (decision 18). A request with more images than a batch waits for others after each batch.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 from vlora.config import Limits
 from vlora.errors import Cancelled, InvalidArgument, Unavailable, VLoraError
 from vlora.live_requests import RequestTable, State
-from vlora.request import ImageFeatures
+from vlora.request import FloatArray, ImageFeatures
 from vlora.serving.arrivals import ARRIVAL_INPUT, ArrivalStamps
 from vlora.serving.codec import (
     ADAPTER_VERSION,
@@ -31,19 +33,27 @@ from vlora.serving.responder import as_vlora_error
 from vlora.serving.service import ServedRequest, Service
 from vlora.serving.tensors import Inputs, Tensors, bytes_of, strings
 from vlora.vision.adapters import VisionPart
-from vlora.vision.decoding import DecodedRequest, ImageDecoder
-from vlora.vision.features import EncodedImages, EncoderService
-from vlora.vision.images import DecodedImage, ImageRequest, check_images
+from vlora.vision.decoding import ImageDecoder
+from vlora.vision.features import EncodedImages, EncoderService, ReadyImage, RequestImages
+from vlora.vision.images import ImageRequest, check_images
 
 COLLECT_SECONDS = 0.025  # Wait, from a request's arrival, for more to encode with it.
 
 
-class _Decoded(NamedTuple):
-    """A request whose images are decoded, and the name of its adapter or None."""
+@dataclass(eq=False)
+class _Decoded:
+    """A request whose images are decoded, and the features of those that are encoded already."""
 
     request: ServedRequest
-    adapter: str | None
-    content: DecodedRequest
+    images: Sequence[ReadyImage]
+    features: list[FloatArray] = field(default_factory=list)
+    error: VLoraError | None = None
+    is_taken: bool = False
+
+    @property
+    def left(self) -> int:
+        """Number of images to encode."""
+        return len(self.images) - len(self.features)
 
 
 class VisionService(Service):
@@ -76,6 +86,7 @@ class VisionService(Service):
         self._max_requests = max_requests
         self._before_answers = before_answers
         self._part_of = part_of
+        self._part_lock = threading.Lock()
         # Requests whose images are decoded; None to stop.
         self._decoded: queue.Queue[_Decoded | None] = queue.Queue()
         self._answers = ThreadPoolExecutor(1, thread_name_prefix="answers")
@@ -101,7 +112,7 @@ class VisionService(Service):
         images = {name: tensors[name] for name in IMAGE_INPUTS if name in tensors}
         if not any(tensor.size for tensor in images.values()):
             read_images(tensors, self._limits)
-            (encoded,) = self._encoder.run([[]])
+            encoded = self._encoder.assemble([], [])
             request.answer(self._to_tensors(encoded, arrival))
             return
         if len(self.table) >= self._max_requests:
@@ -116,91 +127,111 @@ class VisionService(Service):
         self._decode(request, adapter, images_to_decode)
 
     def _decode(self, request: ServedRequest, adapter: str | None, images: ImageRequest) -> None:
-        def check() -> None:
+        found: list[RequestImages] = []
+
+        def begin() -> RequestImages:
             if request.state is not State.WAITING:
                 raise Cancelled("the request has ended")
+            if not found:
+                with self._part_lock:
+                    part = self._part_of(adapter)
+                found.append(self._encoder.receive(part, hold))
+            return found[0]
 
-        def done(result: DecodedRequest | Exception) -> None:
-            if isinstance(result, DecodedRequest):
-                self._decoded.put(_Decoded(request, adapter, result))
+        def hold(size: int) -> None:
+            self.table.resize(request, request.size + size)
+
+        def done(error: BaseException | None) -> None:
+            if error is None:
+                self._decoded.put(_Decoded(request, found[0].images))
             else:
                 request.pinned = False
-                self.table.end(request, as_vlora_error(result, "decoding an image"))
+                self.table.end(request, as_vlora_error(error, "decoding an image"))
 
         try:
-            self._decoder.submit(images, done, check)
+            self._decoder.submit(images, begin, done)
         except Exception as error:
             done(error)
 
     def _encode(self) -> None:
-        while (first := self._decoded.get()) is not None:
-            group = self._collect(first)
-            self._encoder.count_group(len(group))
-            while group:
-                part, group = self._split(group)
-                self._encode_part(part)
+        group: list[_Decoded] = []
+        while (arrived := self._collect(wait=not group)) is not None:
+            if arrived:
+                self._encoder.count_group(len(arrived))
+            group += arrived
+            part = self._split(group)
+            self._encode_part(part)
+            # Those with further images go to the end, so that others need not wait for all of them.
+            group += [one for one, _ in part if one.left and one.error is None]
 
-    def _collect(self, first: _Decoded) -> list[_Decoded]:
-        """Return `first` and the requests decoded until COLLECT_SECONDS after its arrival."""
-        group = [first]
-        until = first.request.freshness.arrival + COLLECT_SECONDS
+    def _take(self, decoded: _Decoded) -> bool:
+        if decoded.is_taken or self.table.take(decoded.request):
+            decoded.is_taken = decoded.request.moved_on = True
+            return True
+        self.table.remove(decoded.request)
+        return False
+
+    def _collect(self, wait: bool) -> list[_Decoded] | None:
+        """Return requests whose images are decoded, or None to stop.
+
+        wait: whether to wait for the first, and for others until COLLECT_SECONDS after its arrival.
+        """
+        group: list[_Decoded] = []
+        until = math.inf if wait else 0.0
         while True:
+            seconds = until - time.monotonic()
             try:
-                following = self._decoded.get(timeout=max(until - time.monotonic(), 0.0))
+                following = self._decoded.get(
+                    timeout=max(seconds, 0.0) if seconds < math.inf else None
+                )
             except queue.Empty:
                 return group
             if following is None:
-                self._decoded.put(None)
-                return group
+                if group:
+                    self._decoded.put(None)
+                return group or None
+            if wait and not group:
+                until = following.request.freshness.arrival + COLLECT_SECONDS
             group.append(following)
 
-    def _split(self, group: list[_Decoded]) -> tuple[list[_Decoded], list[_Decoded]]:
-        """Return the fewest requests that have `images_per_batch` images, and the others."""
-        images = itertools.accumulate(len(one.content.images) for one in group)
-        size = 1 + sum(count < self._encoder.images_per_batch for count in images)
-        return group[:size], group[size:]
+    def _split(self, group: list[_Decoded]) -> list[tuple[_Decoded, Sequence[ReadyImage]]]:
+        """Remove the first requests. Return them with their next images, enough for one batch."""
+        part: list[tuple[_Decoded, Sequence[ReadyImage]]] = []
+        free = self._encoder.images_per_batch
+        while group and free:
+            one = group.pop(0)
+            if not self._take(one):
+                continue
+            images = one.images[len(one.features) :][:free]
+            free -= len(images)
+            part.append((one, images))
+        return part
 
-    def _encode_part(self, part: list[_Decoded]) -> None:
-        wanted: list[ServedRequest] = []
-        images: list[Sequence[DecodedImage]] = []
-        adapters: list[VisionPart | None] = []
-        encoded: list[EncodedImages] | VLoraError = []
+    def _encode_part(self, part: Sequence[tuple[_Decoded, Sequence[ReadyImage]]]) -> None:
         try:
-            for request, adapter, content in part:
-                if not self.table.take(request):
-                    continue
-                request.moved_on = True
-                try:
-                    adapters.append(self._part_of(adapter))
-                except BaseException as error:  # A panic of a Rust library is not an Exception.
-                    error = as_vlora_error(error, "encoding images")
-                    self._answers.submit(request.fail, error)
-                    continue
-                wanted.append(request)
-                images.append(content.images)
-            if wanted:
-                encoded = self._encoder.run(images, adapters)
+            features = iter(self._encoder.encode([image for _, images in part for image in images]))
+            for one, images in part:
+                one.features += itertools.islice(features, len(images))
         except BaseException as error:
-            encoded = as_vlora_error(error, "encoding images")
-        finally:
-            for request, _, content in part:
-                self.table.remove(request)
-                content.release()
-        if wanted:
-            self._answers.submit(self._answer, wanted, encoded)
+            for one, _ in part:
+                one.error = as_vlora_error(error, "encoding images")
+        done = [one for one, _ in part if one.error is not None or not one.left]
+        for one in done:
+            self.table.remove(one.request)
+        if done:
+            self._answers.submit(self._answer, done)
 
-    def _answer(
-        self, requests: Sequence[ServedRequest], encoded: Sequence[EncodedImages] | VLoraError
-    ) -> None:
+    def _answer(self, requests: Sequence[_Decoded]) -> None:
         self._before_answers()
-        for index, request in enumerate(requests):
-            request.action = "making the answer"
+        for one in requests:
+            one.request.action = "making the answer"
             try:
-                if isinstance(encoded, VLoraError):
-                    raise encoded
-                request.answer(self._to_tensors(encoded[index], request.freshness.arrival))
+                if one.error is not None:
+                    raise one.error
+                encoded = self._encoder.assemble(one.images, one.features)
+                one.request.answer(self._to_tensors(encoded, one.request.freshness.arrival))
             except Exception as error:
-                request.fail(error)
+                one.request.fail(error)
 
     def _to_tensors(self, encoded: EncodedImages, arrival: float) -> Tensors:
         tensors = {

@@ -1,8 +1,8 @@
 """`python -m vlora.vision.decode_worker`: the fork server of the decoders, and the decoders.
 
 The operating system limits each decoder: a timer ends it by a signal when its processor time is
-    used
-up, and its address space is limited. So a file that keeps a codec busy forever ends one process.
+used up, and its address space is limited. So a file that keeps a codec busy forever ends one
+process.
 """
 
 from __future__ import annotations
@@ -14,24 +14,28 @@ import resource
 import signal
 import socket
 import struct
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from PIL import Image
 
 from vlora import fork_server
 from vlora.errors import InvalidArgument
-from vlora.vision.pictures import ByteArray, load_rgb, open_pictures
+from vlora.vision.pictures import ByteArray, load_rgb, open_pictures, sizes_of
 
 # Messages between the encoder's process and its decoder processes, over stream sockets. For each
-# request, the encoder's process sends `BEGIN`, the elements and `END`. For each picture of an
-# element, the decoder sends the pixels as a sealed memory file. Before decoding a large picture, it
-# sends the picture's size and waits for `PROCEED`. After an element it sends `DONE`, or `REFUSED`
-# with a message. A decoder that exceeds a limit ends: by `SIGPROF` for processor time, and with
-# exit code `OUT_OF_MEMORY` for memory. Nothing that a decoder sends is trusted, because it reads
-# files from strangers.
+# request, the encoder's process sends `BEGIN`, the elements and `END`. To an element that is only
+# measured, the decoder replies with `SIZE` for each picture, from the headers. For each picture of
+# any other, it sends the pixels as a sealed memory file. Before decoding a large picture, it sends
+# the picture's size and waits for `PROCEED`. After an element it sends `DONE`, or `REFUSED` with a
+# message. A decoder that exceeds a limit ends: by `SIGPROF` for processor time, and with exit code
+# `OUT_OF_MEMORY` for memory. Nothing that a decoder sends is trusted, because it reads files from
+# strangers.
 
-# Kinds of requests. An element is an `IMAGE` or a `FRAME`.
+# Kinds of requests. An element is an `IMAGE` or a `FRAME`, or one of these whose pictures are only
+# measured.
 BEGIN, IMAGE, FRAME, PROCEED, END = b"B", b"I", b"F", b"G", b"E"
+MEASURED = {IMAGE: b"i", FRAME: b"f"}
 SIZE, PIXELS, DONE, REFUSED = b"S", b"P", b"D", b"X"  # Kinds of replies.
 # Header of a request: kind, number of bytes of the element's name, number of bytes of its data. The
 # name and the data follow the header.
@@ -74,7 +78,8 @@ def _run_decoder(connection: socket.socket) -> None:
                 seconds, memory, max_image_bytes = LIMITS.unpack(data)
                 _limit_this_process(seconds, memory)
             else:
-                _decode(connection, data, name, kind == FRAME, max_image_bytes)
+                reply = _measure if kind in MEASURED.values() else _decode
+                _answer(connection, reply, data, name, kind.upper() == FRAME, max_image_bytes)
     except (EOFError, ConnectionError):
         os._exit(0)
     except MemoryError:
@@ -87,21 +92,36 @@ def _limit_this_process(seconds: float, memory: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
 
 
-def _decode(
-    connection: socket.socket, data: bytes, name: str, as_frames: bool, max_image_bytes: int
+def _answer(
+    connection: socket.socket,
+    reply: Callable[[socket.socket, Iterator[Image.Image], str], None],
+    data: bytes,
+    name: str,
+    as_frames: bool,
+    max_image_bytes: int,
 ) -> None:
-    """Send the pictures of one element, large ones only after their size was accepted."""
     try:
-        for image in open_pictures(data, name, as_frames, max_image_bytes):
-            if image.width * image.height > SMALL_PIXELS:
-                fork_server.send(connection, REPLY.pack(SIZE, *image.size))
-                fork_server.receive(connection, len(PROCEED))
-            _send_pixels(connection, load_rgb(image, name))
+        reply(connection, open_pictures(data, name, as_frames, max_image_bytes), name)
     except InvalidArgument as error:
         message = error.message.encode(errors="replace")[:MAX_MESSAGE_BYTES]
         fork_server.send(connection, REPLY.pack(REFUSED, len(message), 0) + message)
     else:
         fork_server.send(connection, REPLY.pack(DONE, 0, 0))
+
+
+def _measure(connection: socket.socket, pictures: Iterator[Image.Image], name: str) -> None:
+    """Send the sizes of an element's pictures, of which only headers are read."""
+    for size in sizes_of(pictures, name):
+        fork_server.send(connection, REPLY.pack(SIZE, *size))
+
+
+def _decode(connection: socket.socket, pictures: Iterator[Image.Image], name: str) -> None:
+    """Send the pictures of one element, large ones only after their size was accepted."""
+    for image in pictures:
+        if image.width * image.height > SMALL_PIXELS:
+            fork_server.send(connection, REPLY.pack(SIZE, *image.size))
+            fork_server.receive(connection, len(PROCEED))
+        _send_pixels(connection, load_rgb(image, name))
 
 
 def _send_pixels(connection: socket.socket, rgb: ByteArray) -> None:

@@ -3,10 +3,13 @@
 If a request exceeds its limit of processor time or memory, its decoder process ends and is
 replaced, and the request gets an error. Each request needs a permit. So that a long request does
 not delay others, it exchanges its regular permit for one for long requests, and its decoder later
-gets a lower priority.
+gets a lower priority. If there is none, it goes to the end of a queue of long requests.
 
-**Invariant:** the decoded pixels of all requests together are at most `max_batch_megapixels`. One
-request at a time may exceed this limit, so that every request can finish.
+The sizes of all pictures of a request are read before the first is decoded. Its images are decoded
+one after another, and what the vision tower needs of each replaces its pixels.
+
+**Invariant:** the decoded pixels of all requests together are at most `max_batch_megapixels`, or
+the picture that is decoded alone. A part of it is for small pictures.
 """
 
 from __future__ import annotations
@@ -19,11 +22,11 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 
@@ -32,7 +35,7 @@ from vlora.config import Limits
 from vlora.errors import Internal, InvalidArgument, Unavailable, VLoraError
 from vlora.fork_server import OUT_OF_MEMORY, OUT_OF_TIME, ForkServer, processor_seconds
 from vlora.vision import decode_worker as worker
-from vlora.vision.images import DecodedImage, Element, ImageRequest, PictureBudget
+from vlora.vision.images import Element, ImageRequest, PictureBudget, PictureSize
 from vlora.vision.pictures import ByteArray
 
 # Environment variables of the decoder processes.
@@ -57,6 +60,8 @@ TRANSFER_SECONDS = 30.0
 # Seconds after which a request gives up its regular permit. Ordinary images take less.
 LONG_SECONDS = 0.1
 SLOW_SECONDS = 0.25  # Seconds after which the priority of a request's decoder is lowered.
+MIN_SECONDS = 0.01  # Processor time of a decoder whose request has used up its own.
+SMALL_SHARE = 0.25  # Share of the pixels that is kept for small pictures.
 # Increase of the niceness of a slow request's decoder. If a process of normal niceness uses the
 # same core, the decoder gets about a tenth of the core's time.
 SLOW_NICENESS = 10
@@ -91,10 +96,24 @@ class DecodeProcess:
         """End a request. Processor time is not counted until the next one begins."""
         self._send(worker.END, b"", b"")
 
+    def measure(self, element: Element, accept: Accept, wait: Callable[[HasReply], None]) -> None:
+        """Call `accept` with the size of each picture of one element, as `decode` does."""
+        kind = worker.MEASURED[worker.FRAME if element.is_frame else worker.IMAGE]
+        self._send(kind, element.name.encode(), element.data)
+        count = 0
+        while True:
+            wait(self.has_reply)
+            reply, width, height, _ = self._receive()
+            if reply == worker.DONE:
+                return
+            self._check_reply(reply == worker.SIZE, reply, width)
+            accept(_name_of(element, count), width, height)
+            count += 1
+
     def decode(
         self, element: Element, accept: Accept, wait: Callable[[HasReply], None]
-    ) -> list[ByteArray]:
-        """Return the pictures of one element, each uint8 [height, width, 3], read-only.
+    ) -> Iterator[ByteArray]:
+        """Yield the pictures of one element, each uint8 [height, width, 3], read-only.
 
         accept: called for each picture. If it raises an error, the caller must stop the decoder.
         wait: called to wait for a reply of the decoder.
@@ -104,32 +123,38 @@ class DecodeProcess:
         """
         kind = worker.FRAME if element.is_frame else worker.IMAGE
         self._send(kind, element.name.encode(), element.data)
-        pictures: list[ByteArray] = []
+        count = 0
         # Pixels of the picture that has been accepted and is being decoded.
         accepted: int | None = None
         while True:
             wait(self.has_reply)
             reply, width, height, files = self._receive()
-            number = f" (its picture {len(pictures)})" if pictures else ""
+            name = _name_of(element, count)
             if reply == worker.SIZE:
-                accept(element.name + number, width, height)
+                accept(name, width, height)
                 accepted = width * height
                 fork_server.send(self._connection, worker.PROCEED)
             elif reply == worker.PIXELS and files:
                 rgb = _map_pixels(files[0], width, height)
                 if accepted is None:
-                    accept(element.name + number, width, height)
+                    accept(name, width, height)
                 elif accepted != width * height:
                     raise ConnectionError("a decoder sent a picture of another size")
                 accepted = None
-                pictures.append(rgb)
+                count += 1
+                yield rgb
+                del rgb
             elif reply == worker.DONE:
-                return pictures
-            elif reply == worker.REFUSED and width <= worker.MAX_MESSAGE_BYTES:
-                message = fork_server.receive(self._connection, width)
-                raise PictureRefusedError(message.decode(errors="replace"))
+                return
             else:
-                raise ConnectionError("a decoder sent an unknown reply")
+                self._check_reply(False, reply, width)
+
+    def _check_reply(self, expected: bool, reply: bytes, size: int) -> None:
+        if reply == worker.REFUSED and size <= worker.MAX_MESSAGE_BYTES:
+            message = fork_server.receive(self._connection, size)
+            raise PictureRefusedError(message.decode(errors="replace"))
+        if not expected:
+            raise ConnectionError("a decoder sent an unknown reply")
 
     def has_reply(self, seconds: float = 0.0) -> bool:
         """Wait at most `seconds`. Return whether there is a reply, or the process has ended."""
@@ -164,56 +189,94 @@ def _map_pixels(file: int, width: int, height: int) -> ByteArray:
     return np.frombuffer(pixels, np.uint8).reshape(height, width, 3)
 
 
-class PixelPool:
-    """Limits the number of decoded pixels that are not encoded yet. Thread-safe.
+def _name_of(element: Element, number: int) -> str:
+    return element.name + (f" (its picture {number})" if number else "")
 
-    limit: maximum number of pixels. One request at a time may exceed it.
+
+class PixelPool:
+    """Limits the number of decoded pixels in memory. Thread-safe.
+
+    limit: maximum number of pixels. Large pictures together have at most `1 - SMALL_SHARE` of it,
+        or one of them has more. Since small ones wait for small ones only, they wait briefly.
     """
 
     def __init__(self, limit: float) -> None:
-        self._limit = limit
+        # By whether pictures are small.
+        self._limits = {True: SMALL_SHARE * limit, False: (1 - SMALL_SHARE) * limit}
+        self._held = {True: 0, False: 0}
+        self._waiting: dict[bool, list[object]] = {True: [], False: []}
         self._changed = threading.Condition()
-        self._held: dict[object, int] = {}
-        self._exceeding: object = None
 
-    def reserve(self, owner: object, pixels: int, while_waiting: Callable[[], None]) -> None:
-        """Wait until `owner` may hold this many additional pixels.
+    def reserve(self, pixels: int, while_waiting: Callable[[], None]) -> None:
+        """Wait until so many additional pixels may be held, after those that waited before.
 
         while_waiting: called repeatedly. An error that it raises ends the wait.
         """
+        small, turn = pixels <= worker.SMALL_PIXELS, object()
+        queue = self._waiting[small]
         with self._changed:
-            while not self._may_reserve(owner, pixels):
-                self._changed.wait(POLL_SECONDS)
-                while_waiting()
-            self._held[owner] = self._held.get(owner, 0) + pixels
+            queue.append(turn)
+            try:
+                while queue[0] is not turn or (
+                    self._held[small] and self._held[small] + pixels > self._limits[small]
+                ):
+                    self._changed.wait(POLL_SECONDS)
+                    while_waiting()
+                self._held[small] += pixels
+            finally:
+                queue.remove(turn)
+                self._changed.notify_all()
 
-    def release(self, owner: object) -> None:
-        """Free all pixels of `owner`."""
+    def release(self, pixels: int) -> None:
         with self._changed:
-            self._held.pop(owner, None)
-            if self._exceeding is owner:
-                self._exceeding = None
+            self._held[pixels <= worker.SMALL_PIXELS] -= pixels
             self._changed.notify_all()
 
-    def _may_reserve(self, owner: object, pixels: int) -> bool:
-        if sum(self._held.values()) + pixels <= self._limit:
-            return True
-        if self._exceeding is None:
-            self._exceeding = owner
-        return self._exceeding is owner
+
+class Pictures(Protocol):
+    """Takes the pictures of one request, in order: images, then the frames of the clip."""
+
+    pictures: int  # Number of pictures that need not be decoded again.
+
+    def plan(self, sizes: Sequence[PictureSize]) -> None:
+        """Take the sizes of all pictures, before they are added. May raise InvalidArgument."""
+
+    def number_of_next(self) -> int:
+        """Return the number of pictures until no pixels are needed any more."""
+
+    def add(self, rgb: ByteArray) -> bool:
+        """Take the next picture. Return whether no pixels are needed any more."""
+
+    def drop(self) -> None:
+        """Forget the pictures that are still needed. They are added again later."""
 
 
-class DecodedRequest(NamedTuple):
-    """Decoded images of one request: independent images, followed by the frames of the clip.
+Begin = Callable[[], Pictures]
+OnDone = Callable[[BaseException | None], None]
 
-    release: frees the pixels; to be called when the images are encoded.
+
+class _Interrupted(Exception):
+    """Raised if a long request must wait for others."""
+
+
+@dataclass(eq=False)
+class _Job:
+    """A request that is decoded.
+
+    sizes, counts: sizes of all pictures, and numbers of pictures of each element, once measured.
+    seconds: processor time that decoders of its earlier turns have used.
+    since: time at which its first turn began.
+    is_queued: whether it was interrupted, and needs a permit for long requests.
     """
 
-    images: list[DecodedImage]
-    release: Callable[[], None]
-
-
-OnDone = Callable[[DecodedRequest | Exception], None]
+    request: ImageRequest
+    begin: Begin
+    on_done: OnDone
+    sizes: list[PictureSize] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+    since: float = 0.0
+    is_queued: bool = False
 
 
 class _Permit:
@@ -223,16 +286,17 @@ class _Permit:
     is_slow: whether the priority of the decoder was lowered.
     """
 
-    def __init__(self, regular: threading.Semaphore, long: threading.Semaphore) -> None:
+    def __init__(self, job: _Job, regular: threading.Semaphore, long: threading.Semaphore) -> None:
+        self._job = job
         self._regular = regular
         self._long = long
-        self._is_long = False
+        self._is_long = job.is_queued
         self.is_slow = False
         self.process: int | None = None
 
     def __enter__(self) -> _Permit:
-        self._regular.acquire()
-        self._since = time.monotonic()
+        (self._long if self._is_long else self._regular).acquire()
+        self._job.since = self._job.since or time.monotonic()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -255,17 +319,124 @@ class _Permit:
         """Exchange the regular permit after LONG_SECONDS, and lower the priority after
         SLOW_SECONDS.
 
-        If no permit for long requests is free, neither happens.
+        Raises _Interrupted if no permit for long requests is free.
         """
-        seconds = time.monotonic() - self._since
-        if not self._is_long and seconds >= LONG_SECONDS and self._long.acquire(blocking=False):
+        seconds = time.monotonic() - self._job.since
+        if not self._is_long and seconds >= LONG_SECONDS:
+            if not self._long.acquire(blocking=False):
+                raise _Interrupted
             self._is_long = True
             self._regular.release()
-        if self._is_long and not self.is_slow and seconds >= SLOW_SECONDS and self.process:
+        if not self.is_slow and seconds >= SLOW_SECONDS and self.process:
             self.is_slow = True
             # This fails if the decoder has ended.
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, self.process, os.nice(0) + SLOW_NICENESS)
+
+
+class _Turn:
+    """Decodes pictures of a request until it ends or must wait for others.
+
+    name: name of the element that is being decoded.
+    """
+
+    def __init__(self, job: _Job, pictures: Pictures, permit: _Permit, pixels: PixelPool) -> None:
+        self._job = job
+        self._pictures = pictures
+        self._permit = permit
+        self._pool = pixels
+        self._held = 0
+        self._budget = PictureBudget(job.request.limits)
+        self._elements = job.request.elements
+        # A single image is decoded as soon as its own size is known.
+        self._is_measured = len(job.request) > 1 or not self._elements or self._elements[0].is_frame
+        self.name = "the request"
+
+    def measure(self, decoder: DecodeProcess | None) -> None:
+        """Read the sizes of all pictures, unless that is done."""
+        job, raw = self._job, self._job.request.raw
+        if job.counts or not self._is_measured:
+            return
+        sizes = []
+
+        def accept(name: str, width: int, height: int) -> None:
+            self._budget.add(name, width, height)
+            sizes.append(PictureSize(height, width, element.is_frame))
+
+        counts = []
+        for element in self._elements:
+            assert decoder is not None
+            self.name = element.name
+            before = len(sizes)
+            decoder.measure(element, accept, self._permit.wait)
+            counts.append(len(sizes) - before)
+        for i, frame in enumerate(raw):
+            self._budget.add(f"frame {i} of 'frames_raw'", frame.shape[1], frame.shape[0])
+            sizes.append(PictureSize(frame.shape[0], frame.shape[1], True))
+        self._pictures.plan(sizes)
+        job.sizes, job.counts = sizes, counts
+
+    def decode(self, decoder: DecodeProcess) -> None:
+        """Decode the pictures that earlier turns have not."""
+        first = 0
+        for element, count in zip(self._elements, self._job.counts or [1], strict=True):
+            done = self._pictures.pictures - first
+            first += count
+            if done < count:
+                self.name = element.name
+                self._decode_element(decoder, element, count, done)
+                self._permit.check()
+
+    def _decode_element(
+        self, decoder: DecodeProcess, element: Element, count: int, done: int
+    ) -> None:
+        found = decoder.decode(element, self._accept, self._permit.wait)
+        for number in range(count):
+            if self._is_measured and number >= done:
+                self._reserve_next()
+            rgb = next(found, None)
+            if rgb is None:
+                raise InvalidArgument(f"{element.name} is corrupt: it lacks picture {number}")
+            if number >= done:
+                self.add(rgb)
+        if next(found, None) is not None:
+            raise InvalidArgument(f"{element.name} is corrupt: it has more than {count} pictures")
+
+    def _accept(self, name: str, width: int, height: int) -> None:
+        if not self._is_measured:
+            self._budget.add(name, width, height)
+            self._pictures.plan([PictureSize(height, width, False)])
+            self._reserve(width * height)
+
+    def _reserve_next(self) -> None:
+        """Reserve pixels for the next picture and those that are needed together with it."""
+        if not self._held:
+            first = self._pictures.pictures
+            sizes = self._job.sizes[first : first + self._pictures.number_of_next()]
+            self._reserve(sum(size.width * size.height for size in sizes))
+
+    def _reserve(self, pixels: int) -> None:
+        self._pool.reserve(pixels, self._permit.check)
+        self._held = pixels
+
+    def add(self, rgb: ByteArray) -> None:
+        if self._pictures.add(rgb):
+            self._release()
+
+    def add_raw(self) -> None:
+        done = self._pictures.pictures - sum(self._job.counts)
+        for frame in self._job.request.raw[max(done, 0) :]:
+            self.add(np.ascontiguousarray(frame))
+
+    def close(self) -> None:
+        """Release the pixels of pictures that are not complete."""
+        self._pictures.drop()
+        self._release()
+
+    def _release(self) -> None:
+        if self._held:
+            self._pool.release(self._held)
+            self._held = 0
 
 
 class ImageDecoder:
@@ -280,101 +451,88 @@ class ImageDecoder:
         self._regular = threading.Semaphore(permits)
         self._long = threading.Semaphore(2 * permits)
         self._threads = ThreadPoolExecutor(3 * permits, thread_name_prefix="decode")
+        self._long_threads = ThreadPoolExecutor(2 * permits, thread_name_prefix="decode-long")
         self._idle: list[DecodeProcess] = []
         self._closed = False
 
-    def submit(
-        self, request: ImageRequest, on_done: OnDone, check: Callable[[], None] = lambda: None
-    ) -> None:
-        """Decode a request on another thread, or without elements on this one.
+    def submit(self, request: ImageRequest, begin: Begin, on_done: OnDone) -> None:
+        """Decode a request on another thread.
 
-        on_done: called once, with the images or an error.
-        check: called before decoding begins. If it raises an error, the request is not decoded.
+        begin: called before decoding begins, or goes on. It returns where the pictures go. If it
+            raises an error, the request is not decoded.
+        on_done: called once, with None after the last picture, or with an error. The error is
+            InvalidArgument, which names the element and, for a limit, the value and the limit,
+            another VLoraError, or one of `begin` or of `Pictures`.
 
         Raises Unavailable after `close`.
         """
-
-        def run() -> None:
-            try:
-                result: DecodedRequest | Exception = self.decode(request, check)
-            except Exception as error:
-                result = error
-            on_done(result)
-
-        if not request.elements:
-            run()
-            return
-        try:
-            self._threads.submit(run)
-        except RuntimeError:
-            raise self._closed_error() from None
-
-    def decode(
-        self, request: ImageRequest, check: Callable[[], None] = lambda: None
-    ) -> DecodedRequest:
-        """Return the decoded images of a request.
-
-        Raises InvalidArgument, which names the element and, for a limit, the value and the limit.
-        """
-        owner = object()
-        budget = PictureBudget(request.limits)
-        try:
-            images = self._decode_elements(request, budget, owner, check)
-            for i, frame in enumerate(request.raw):
-                budget.add(f"frame {i} of 'frames_raw'", frame.shape[1], frame.shape[0])
-                images.append(DecodedImage(np.ascontiguousarray(frame), is_video=True))
-        except BaseException:
-            self._pixels.release(owner)
-            raise
-        return DecodedRequest(images, partial(self._pixels.release, owner))
+        self._submit(self._threads, _Job(request, begin, on_done))
 
     def close(self) -> None:
         """End all processes. Requests that are being decoded get Unavailable."""
         self._closed = True
         self._processes.close()
-        self._threads.shutdown(cancel_futures=True)
+        for threads in (self._threads, self._long_threads):
+            threads.shutdown(cancel_futures=True)
         while self._idle:
             self._idle.pop().close()
 
-    def _decode_elements(
-        self, request: ImageRequest, budget: PictureBudget, owner: object, check: Callable[[], None]
-    ) -> list[DecodedImage]:
-        if not request.elements:
-            return []
+    def _submit(self, threads: ThreadPoolExecutor, job: _Job) -> None:
+        try:
+            threads.submit(self._run, job)
+        except RuntimeError:
+            raise self._closed_error() from None
 
-        def accept(name: str, width: int, height: int) -> None:
-            budget.add(name, width, height)
-            self._pixels.reserve(owner, width * height, permit.check)
-
-        images: list[DecodedImage] = []
-        with _Permit(self._regular, self._long) as permit:
-            check()
-            decoder = self._take()
-            permit.process = decoder.process
-            element = request.elements[0]
+    def _run(self, job: _Job) -> None:
+        error: BaseException | None = None
+        try:
             try:
-                decoder.begin(request.limits)
-                for element in request.elements:
-                    pictures = decoder.decode(element, accept, permit.wait)
-                    images += [DecodedImage(rgb, element.is_frame) for rgb in pictures]
-                    permit.check()
-            except ConnectionError:
-                code = self._stop(decoder)
-                raise self._why_it_ended(code, element.name, request.limits) from None
-            except TimeoutError:
-                self._stop(decoder)
-                raise Unavailable(
-                    f"the decoder of {element.name} does not run; try again"
-                ) from None
-            except PictureRefusedError as error:
-                self._put_back(decoder, permit)
-                raise InvalidArgument(str(error)) from None
-            except BaseException:
-                # The decoder may still send pictures that are not needed.
-                self._stop(decoder)
-                raise
+                with _Permit(job, self._regular, self._long) as permit:
+                    self._decode(job, permit)
+            except _Interrupted:
+                job.is_queued = True
+                self._submit(self._long_threads, job)
+                return
+        except BaseException as failure:  # A panic of a Rust library is not an Exception.
+            error = failure
+        job.on_done(error)
+
+    def _decode(self, job: _Job, permit: _Permit) -> None:
+        turn = _Turn(job, job.begin(), permit, self._pixels)
+        try:
+            if job.request.elements:
+                self._decode_elements(job, turn, permit)
+            else:
+                turn.measure(None)
+            turn.add_raw()
+        finally:
+            turn.close()
+
+    def _decode_elements(self, job: _Job, turn: _Turn, permit: _Permit) -> None:
+        limits = job.request.limits
+        decoder = self._take()
+        permit.process = decoder.process
+        before = processor_seconds(decoder.process)
+        try:
+            left = max(limits.max_decode_seconds - job.seconds, MIN_SECONDS)
+            decoder.begin(replace(limits, max_decode_seconds=left))
+            turn.measure(decoder)
+            turn.decode(decoder)
+        except ConnectionError:
+            code = self._stop(decoder)
+            raise self._why_it_ended(code, turn.name, limits) from None
+        except TimeoutError:
+            self._stop(decoder)
+            raise Unavailable(f"the decoder of {turn.name} does not run; try again") from None
+        except PictureRefusedError as error:
             self._put_back(decoder, permit)
-        return images
+            raise InvalidArgument(str(error)) from None
+        except BaseException:
+            job.seconds += max(processor_seconds(decoder.process) - before, 0.0)
+            # The decoder may still send pictures that are not needed.
+            self._stop(decoder)
+            raise
+        self._put_back(decoder, permit)
 
     def _take(self) -> DecodeProcess:
         with suppress(IndexError):

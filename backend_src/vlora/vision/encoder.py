@@ -54,10 +54,14 @@ class _InPlaceQuickGelu(torch.nn.Module):
 
 
 class PreparedImage(NamedTuple):
-    """An image with its view set (see `DecodedImage.view`), and its `VisionEncoder.grid`."""
+    """An image with its view set (see `DecodedImage.view`), and its `VisionEncoder.grid`.
+
+    tokens: number of the image's tokens, or a lower bound of it.
+    """
 
     image: DecodedImage
     grid: tuple[int, int]
+    tokens: int = 0
 
 
 class VisionEncoder:
@@ -124,13 +128,19 @@ class VisionEncoder:
     def prepare(self, images: Sequence[DecodedImage]) -> list[PreparedImage]:
         """Return the images of one request, with their views and grids."""
         with_views = self._family.with_views(self._clips, images)
-        return [PreparedImage(image, self.grid(image)) for image in with_views]
+        return [
+            PreparedImage(
+                image, self.grid(image), self._family.tokens(self._config, self._processor, image)
+            )
+            for image in with_views
+        ]
 
     def encode(
-        self, images: Sequence[DecodedImage], part: VisionPart | None = None
+        self, images: Sequence[DecodedImage | Pixels], part: VisionPart | None = None
     ) -> list[FloatArray]:
         """Return the features of each image, float32 [rows, hidden], from one call of the tower.
 
+        images: images, or the results of `preprocess`.
         part: vision part of the images' adapter; None for the base model.
 
         An image's features depend on the other images only by the rounding of sums (about 1e-5).
@@ -141,8 +151,11 @@ class VisionEncoder:
         self._device.make_current()
         where = self._device.torch_device
         pixels = [
-            {name: values.to(where) for name, values in self.preprocess(image).items()}
-            for image in images
+            {name: values.to(where) for name, values in one.items()}
+            for one in (
+                self.preprocess(image) if isinstance(image, DecodedImage) else image
+                for image in images
+            )
         ]
         pairs = {
             path: LoraPair(pair.a.to(where), pair.b.to(where))
@@ -244,10 +257,12 @@ class TextOnlyEncoder:
             raise self._refusal()
         return []
 
+    def preprocess(self, image: DecodedImage) -> Pixels:
+        raise self._refusal()
+
     def encode(
-        self, images: Sequence[DecodedImage], part: VisionPart | None = None
+        self, images: Sequence[DecodedImage | Pixels], part: VisionPart | None = None
     ) -> list[FloatArray]:
-        self.prepare(images)
         return []
 
     def _refusal(self) -> Unsupported:

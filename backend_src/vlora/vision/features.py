@@ -10,24 +10,28 @@ wait. A call encodes its own images before it waits, so two calls never wait for
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from cachetools import Cache, LRUCache
 
-from vlora.errors import Internal, VLoraError
+from vlora.errors import Internal, VLoraError, prompt_too_long
 from vlora.metrics import EncoderCounters
 from vlora.request import FloatArray, IntArray
 from vlora.vision.adapters import VisionPart
-from vlora.vision.images import DecodedImage
+from vlora.vision.images import DecodedImage, PictureSize, stacked, without_pixels
+from vlora.vision.pictures import ByteArray
 
 if TYPE_CHECKING:
     from vlora.vision.encoder import PreparedImage, TextOnlyEncoder, VisionEncoder
+    from vlora.vision.families.base import Pixels
 
 # Maximum number of images in one call of the tower, which limits the memory of activations.
 MAX_TOWER_BATCH = 32
@@ -58,6 +62,26 @@ class EncodedImages:
     adapter_version: str = ""
 
 
+class ReadyImage(NamedTuple):
+    """An image whose decoded pixels are no longer needed.
+
+    prepared: the image without pixels.
+    part: vision part of the adapter, or None.
+    features: its features if they were cached; else `pixels` are those for the tower.
+    """
+
+    prepared: PreparedImage
+    key: str
+    part: VisionPart | None
+    features: FloatArray | None
+    pixels: Pixels | None
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes of the pixels."""
+        return sum(values.nbytes for values in (self.pixels or {}).values())
+
+
 PendingFeatures = Future[FloatArray]
 
 
@@ -82,6 +106,12 @@ class FeatureCache:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def get(self, key: str) -> FloatArray | None:
+        """Return the features of `key`, or None."""
+        with self._lock:
+            found: FloatArray | None = self._entries.get(key)
+            return found
+
     def claim(self, key: str) -> tuple[PendingFeatures, bool]:
         """Return a future for the features of `key`, and whether the caller must compute them.
 
@@ -89,9 +119,7 @@ class FeatureCache:
         """
         with self._lock:
             if key in self._entries:
-                cached: PendingFeatures = Future()
-                cached.set_result(self._entries[key])
-                return cached, False
+                return _resolved(self._entries[key])
             if key in self._pending:
                 return self._pending[key], False
             pending: PendingFeatures = Future()
@@ -129,12 +157,19 @@ class FeatureCache:
             assert not any(entry.flags.writeable for entry in entries)
 
 
+def _resolved(features: FloatArray) -> tuple[PendingFeatures, bool]:
+    cached: PendingFeatures = Future()
+    cached.set_result(features)
+    return cached, False
+
+
 class EncoderService:
     """Encodes the images of requests. Each image that is not cached is encoded once.
 
     Thread-safe. One call of the tower runs at a time.
 
     seconds_per_image: the tower's time per image until it is measured, 0 if unknown.
+    context: maximum number of tokens of a prompt.
     """
 
     def __init__(
@@ -142,8 +177,10 @@ class EncoderService:
         encoder: VisionEncoder | TextOnlyEncoder,
         cache: FeatureCache,
         seconds_per_image: float = 0.0,
+        context: float = math.inf,
     ) -> None:
         self._encoder = encoder
+        self._context = context
         self._cache = cache
         self._lock = threading.Lock()
         self._tower = threading.Lock()
@@ -172,19 +209,43 @@ class EncoderService:
 
         Raises the encoder's VLoraError, or Internal for any other exception of the encoder.
         """
-        parts = parts or [None] * len(batch)
-        requests = list(zip(map(self._encoder.prepare, batch), parts, strict=True))
-        images = [(one.image, part) for request, part in requests for one in request]
-        keys = [_key(image, part, self._encoder.tower_digest) for image, part in images]
-        features = self._encode_all(images, keys)
-        encoded = []
-        start = 0
-        for request, part in requests:
-            own = slice(start, start + len(request))
-            version = "" if part is None else part.version
-            encoded.append(self._assemble(request, features[own], keys[own], version))
-            start += len(request)
-        return encoded
+        ready = [
+            [self.ready(one, part) for one in self._encoder.prepare(images)]
+            for images, part in zip(batch, parts or [None] * len(batch), strict=True)
+        ]
+        features = iter(self.encode([image for request in ready for image in request]))
+        return [self.assemble(request, [*islice(features, len(request))]) for request in ready]
+
+    def receive(
+        self, part: VisionPart | None, hold: Callable[[int], None] = lambda size: None
+    ) -> RequestImages:
+        """Return the images of a new request, for its pictures.
+
+        part: vision part of its adapter.
+        hold: called with the bytes of each image for the tower. May raise a VLoraError.
+        """
+        return RequestImages(self, part, hold)
+
+    def plan(self, sizes: Sequence[PictureSize]) -> list[PreparedImage]:
+        """Return the images of one request before its pictures are decoded.
+
+        Raises InvalidArgument if their tokens alone are too many for a prompt.
+        """
+        planned = self._encoder.prepare([without_pixels(size) for size in sizes])
+        tokens = sum(image.tokens for image in planned)
+        if tokens > self._context:
+            raise prompt_too_long(tokens, self._context, "image tokens", int(self._context))
+        return planned
+
+    def ready(self, prepared: PreparedImage, part: VisionPart | None) -> ReadyImage:
+        """Return what the tower needs of an image with pixels."""
+        image = prepared.image
+        key = _key(image, part, self._encoder.tower_digest)
+        features = self._cache.get(key)
+        pixels = self._encoder.preprocess(image) if features is None else None
+        size = PictureSize(image.rgb.shape[0], image.width, image.is_video)
+        prepared = prepared._replace(image=replace(image, rgb=without_pixels(size).rgb))
+        return ReadyImage(prepared, key, part, features, pixels)
 
     def count_group(self, requests: int) -> None:
         """Count requests that were ready together. `run` may encode them in several parts."""
@@ -197,23 +258,31 @@ class EncoderService:
         assert counters.images == counters.hits + counters.misses, counters
         assert counters.batches <= counters.misses, counters
 
-    def _encode_all(
-        self, images: Sequence[tuple[DecodedImage, VisionPart | None]], keys: list[str]
-    ) -> list[FloatArray]:
-        claims = [self._cache.claim(key) for key in keys]
+    def encode(self, images: Sequence[ReadyImage]) -> list[FloatArray]:
+        """Return the features of images, which may belong to several requests.
+
+        Raises the encoder's VLoraError, or Internal for any other exception of the encoder.
+        """
+        keys = [image.key for image in images]
+        claims = [
+            self._cache.claim(image.key) if image.features is None else _resolved(image.features)
+            for image in images
+        ]
         missed = [i for i, (_, must_compute) in enumerate(claims) if must_compute]
         hits = len(images) - len(missed)
         self._count(images=hits, hits=hits)
         by_part: dict[VisionPart | None, list[int]] = {}
         for i in missed:
-            by_part.setdefault(images[i][1], []).append(i)
+            by_part.setdefault(images[i].part, []).append(i)
         try:
             for part, same in by_part.items():
                 while same:
                     with self._tower:
                         batch = same[: self._images_per_call]
                         start = time.monotonic()
-                        encoded = self._encoder.encode([images[i][0] for i in batch], part)
+                        encoded = self._encoder.encode(
+                            [images[i].pixels or {} for i in batch], part
+                        )
                         self._seconds_per_image = (time.monotonic() - start) / len(batch)
                     self._count(images=len(batch), misses=len(batch), batches=1)
                     for i, features in zip(batch, encoded, strict=True):
@@ -228,17 +297,15 @@ class EncoderService:
             raise failure from error
         return [pending.result() for pending, _ in claims]
 
-    def _assemble(
-        self,
-        images: Sequence[PreparedImage],
-        features: list[FloatArray],
-        keys: list[str],
-        adapter_version: str,
+    def assemble(
+        self, images: Sequence[ReadyImage], features: Sequence[FloatArray]
     ) -> EncodedImages:
+        """Return the answer to one request from its images and their features."""
         layout: list[list[int]] = []
         size: list[tuple[int, int]] = []
         first = 0
-        for (image, grid), own in zip(images, features, strict=True):
+        for ready, own in zip(images, features, strict=True):
+            image, grid, _ = ready.prepared
             frames = image.frames if image.is_video else 0
             if image.continues:
                 # A later step in time of the same clip adds rows, a step and frames to its entry.
@@ -254,8 +321,8 @@ class EncoderService:
             features=np.concatenate([empty, *features]),
             layout=np.array(layout, np.int32).reshape(-1, 6),
             size=np.array(size, np.int32).reshape(-1, 2),
-            digests=tuple(keys),
-            adapter_version=adapter_version,
+            digests=tuple(image.key for image in images),
+            adapter_version=next((image.part.version for image in images if image.part), ""),
         )
 
     @property
@@ -268,6 +335,60 @@ class EncoderService:
         with self._lock:
             counts = {name: getattr(self._counters, name) + count for name, count in more.items()}
             self._counters = replace(self._counters, **counts)
+
+
+class RequestImages:
+    """The images of one request as their pictures are decoded, one after another.
+
+    images: the images whose pictures have all been decoded.
+    pictures: number of the pictures of `images`.
+    """
+
+    def __init__(
+        self, service: EncoderService, part: VisionPart | None, hold: Callable[[int], None]
+    ) -> None:
+        self._service = service
+        self._hold = hold
+        self._part = part
+        self._sizes: list[PictureSize] = []
+        self._plan: list[PreparedImage] = []
+        self._parts: list[ByteArray] = []  # Pictures of the next image.
+        self.images: list[ReadyImage] = []
+        self.pictures = 0
+
+    def plan(self, sizes: Sequence[PictureSize]) -> None:
+        """Set the sizes of all pictures. Raises InvalidArgument if they make too many tokens."""
+        self._sizes = list(sizes)
+        self._plan = self._service.plan(sizes)
+
+    def number_of_next(self) -> int:
+        """Return the number of pictures of the next image."""
+        return self._plan[len(self.images)].image.frames
+
+    def add(self, rgb: ByteArray) -> bool:
+        """Add the next picture. Return whether no pixels are needed any more."""
+        index = self.pictures + len(self._parts)
+        size = PictureSize(rgb.shape[0], rgb.shape[1], self._sizes[index].is_frame)
+        if size != self._sizes[index]:  # The orientation of its file has turned it.
+            self._sizes[index] = size
+            self._plan = self._service.plan(self._sizes)
+        self._parts.append(rgb)
+        prepared = self._plan[len(self.images)]
+        image = prepared.image
+        if len(self._parts) < image.frames:
+            return False
+        rgb = stacked(self._parts, image.height, image.width)
+        prepared = prepared._replace(image=replace(image, rgb=rgb))
+        ready = self._service.ready(prepared, self._part)
+        self._hold(ready.nbytes)
+        self.images.append(ready)
+        self.pictures += len(self._parts)
+        self._parts.clear()
+        return True
+
+    def drop(self) -> None:
+        """Forget the pictures whose pixels are still needed. They are added again later."""
+        self._parts.clear()
 
 
 def _key(image: DecodedImage, part: VisionPart | None, tower_digest: str) -> str:

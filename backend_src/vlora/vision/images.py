@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from PIL import Image
 
 from vlora.config import Limits
 from vlora.errors import InvalidArgument
@@ -45,6 +46,34 @@ class DecodedImage:
     @property
     def width(self) -> int:
         return int(self.rgb.shape[1])
+
+
+class PictureSize(NamedTuple):
+    """Size of one picture in pixels, and whether it belongs to the clip."""
+
+    height: int
+    width: int
+    is_frame: bool
+
+
+def without_pixels(size: PictureSize) -> DecodedImage:
+    """Return an image that has only a size, before its file is decoded."""
+    return DecodedImage(
+        np.broadcast_to(np.zeros(1, np.uint8), (size.height, size.width, 3)), size.is_frame
+    )
+
+
+def stacked(pictures: Sequence[ByteArray], height: int, width: int) -> ByteArray:
+    """Return pictures in one size, one below the other; without pixels if the first has none."""
+    if not any(pictures[0].strides):
+        return np.broadcast_to(pictures[0][:1, :1], (len(pictures) * height, width, 3))
+    scaled = [
+        rgb
+        if rgb.shape[:2] == (height, width)
+        else np.asarray(Image.fromarray(rgb).resize((width, height), Image.Resampling.BICUBIC))
+        for rgb in pictures
+    ]
+    return np.concatenate(scaled) if len(scaled) > 1 else scaled[0]
 
 
 class Element(NamedTuple):

@@ -63,6 +63,20 @@ def open_pictures(data: bytes, name: str, as_frames: bool, limit: int) -> Iterat
             index += 1
 
 
+def sizes_of(pictures: Iterator[Image.Image], name: str) -> Iterator[tuple[int, int]]:
+    """Yield (width, height) of an element's pictures, before the orientation is applied. Of most
+    animated files, only the number of pictures is read, because Pillow decodes one to reach the
+    next.
+    """
+    for image in pictures:
+        yield image.size
+        if image.format != "TIFF":
+            with _pillow_errors(name):
+                count = getattr(image, "n_frames", 1) if _is_animated(image) else 1
+            yield from (image.size for _ in range(count - 1))
+            return
+
+
 def open_file(path: Path) -> Image.Image:
     """Open a picture of the operator's own, of any of Pillow's formats. Raises Pillow's errors."""
     return Image.open(io.BytesIO(_without_bulk(path.read_bytes())))

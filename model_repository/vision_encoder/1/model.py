@@ -11,6 +11,7 @@ from typing import Any
 from vlora import cores
 from vlora.adapters.catalog import FolderFinder
 from vlora.device.cuda import open_device
+from vlora.engine.checks import served_context
 from vlora.live_requests import RequestTable
 from vlora.model.decoder_config import dtype_of, load_config
 from vlora.model.loader import adapter_shape
@@ -44,7 +45,11 @@ class TritonPythonModel:
         )
         config = load_config(options.model)
         check_encoder(encoder, config, options.model)
-        service = EncoderService(encoder, FeatureCache(options.feature_cache_bytes))
+        service = EncoderService(
+            encoder,
+            FeatureCache(options.feature_cache_bytes),
+            context=served_context(options, config.context, options.kv_cache_tokens),
+        )
         exporter = self._process.export(
             lambda registry: EncoderExporter(
                 registry, self._process.labels, lambda: service.counters

@@ -29,6 +29,10 @@ Pixels = Mapping[str, torch.Tensor]  # Result of a checkpoint's image processor 
 PROCESSOR_BACKEND = "pil"
 
 
+# Arguments of processors for RGB images. They would copy a large image several times to convert it.
+FOR_RGB = {"do_convert_rgb": False}
+
+
 def _load_processor(checkpoint: Path, config: Any) -> Any:
     try:
         processor = AutoImageProcessor.from_pretrained(
@@ -48,7 +52,7 @@ def _load_processor(checkpoint: Path, config: Any) -> Any:
 
 
 def _preprocess(processor: Any, image: DecodedImage) -> Pixels:
-    pixels: Pixels = processor(images=Image.fromarray(image.rgb), return_tensors="pt")
+    pixels: Pixels = processor(images=Image.fromarray(image.rgb), return_tensors="pt", **FOR_RGB)
     return pixels
 
 
@@ -63,6 +67,7 @@ class VisionFamily:
     The other attributes are functions of transformers' configuration and image processor.
 
     grid: (config, processor, image) → (height, width) of the image's features, in patches.
+    tokens: (config, processor, image) → number of the image's tokens, or a lower bound of it.
     features: (model, pixels of each image) → features of each image, [rows, hidden] fp32.
     with_views: (clip settings, images of one request) → the images with `DecodedImage.view` set.
     preprocess: (processor, image) → pixels.
@@ -78,6 +83,7 @@ class VisionFamily:
     part: type[Any]
     config_keys: tuple[str, ...]
     grid: Callable[[Any, Any, DecodedImage], tuple[int, int]]
+    tokens: Callable[[Any, Any, DecodedImage], int]
     features: Callable[[Any, Sequence[Pixels]], Sequence[torch.Tensor]]
     with_views: Callable[[Mapping[str, Any], Sequence[DecodedImage]], Sequence[DecodedImage]] = (
         lambda clips, images: images

@@ -20,7 +20,7 @@ from transformers.models.llava_onevision.modeling_llava_onevision import (
     LlavaOnevisionMultiModalProjector,
 )
 
-from vlora.vision.families.base import Pixels, VisionFamily, without_decoder
+from vlora.vision.families.base import FOR_RGB, Pixels, VisionFamily, without_decoder
 from vlora.vision.images import DecodedImage
 
 
@@ -47,6 +47,12 @@ def patches_of_side(config: Any, processor: Any, image: DecodedImage) -> tuple[i
     return side, side
 
 
+def _tokens_of_overview(config: Any, processor: Any, image: DecodedImage) -> int:
+    height, width = patches_of_side(config, processor, image)
+    # Tiles add to these. Only LLaVA-OneVision has views, and halves the sides of its frames.
+    return height * width if image.view not in FRAMES else (height // 2) * (width // 2)
+
+
 def _features(model: Any, images: Sequence[Pixels]) -> Sequence[torch.Tensor]:
     pixels = torch.cat([image["pixel_values"].float() for image in images])
     features: Sequence[torch.Tensor] = model.get_image_features(pixels).pooler_output
@@ -65,6 +71,7 @@ LLAVA = VisionFamily(
         "multimodal_projector_bias",
     ),
     grid=patches_of_side,
+    tokens=_tokens_of_overview,
     features=_features,
 )
 
@@ -89,6 +96,7 @@ LLAVA_NEXT = VisionFamily(
     part=_part(LlavaNextModel, LlavaNextMultiModalProjector, newline=True),
     config_keys=(*LLAVA.config_keys, "image_grid_pinpoints", "use_image_newline_parameter"),
     grid=patches_of_side,
+    tokens=_tokens_of_overview,
     features=_next_features,
 )
 
@@ -101,6 +109,7 @@ LLAVA_NEXT = VisionFamily(
 
 # Views, which say how an image is encoded. A single image has no view.
 SEVERAL, FRAME, LAST_FRAME = "several", "frame", "last frame"
+FRAMES = (FRAME, LAST_FRAME)
 
 
 def _with_views(clips: Mapping[str, Any], images: Sequence[DecodedImage]) -> Sequence[DecodedImage]:
@@ -116,15 +125,19 @@ def _preprocess(processor: Any, image: DecodedImage) -> Pixels:
     if image.view == SEVERAL:
         # For a list of several images, the processor pads the images and makes no tiles. The second
         # image only makes the list long enough.
-        pixels = processor(images=[[picture, Image.new("RGB", (1, 1))]], return_tensors="pt")
+        pixels = processor(
+            images=[[picture, Image.new("RGB", (1, 1))]], return_tensors="pt", **FOR_RGB
+        )
         return {"several": pixels["pixel_values"][:1], "sizes": pixels["image_sizes"][:1]}
-    if image.view in (FRAME, LAST_FRAME):
+    if image.view in FRAMES:
         side = processor.size["height"]
         # With only this resolution, the processor makes a single small tile. The overview comes
         # first.
-        pixels = processor(images=picture, image_grid_pinpoints=[[side, side]], return_tensors="pt")
+        pixels = processor(
+            images=picture, image_grid_pinpoints=[[side, side]], return_tensors="pt", **FOR_RGB
+        )
         return {image.view: pixels["pixel_values"][:, 0]}
-    pixels = processor(images=picture, return_tensors="pt")
+    pixels = processor(images=picture, return_tensors="pt", **FOR_RGB)
     return {"pixel_values": pixels["pixel_values"], "image_sizes": pixels["image_sizes"]}
 
 
@@ -161,6 +174,7 @@ LLAVA_ONEVISION = VisionFamily(
     part=_part(LlavaOnevisionModel, LlavaOnevisionMultiModalProjector, newline=True),
     config_keys=(*LLAVA_NEXT.config_keys, "vision_aspect_ratio"),
     grid=patches_of_side,
+    tokens=_tokens_of_overview,
     features=_onevision_features,
     with_views=_with_views,
     preprocess=_preprocess,

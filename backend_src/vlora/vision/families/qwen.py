@@ -180,6 +180,7 @@ QWEN_VL = VisionFamily(
     part=_QwenVision,
     config_keys=("visual",),
     grid=_grid,
+    tokens=lambda config, processor, image: int(config.visual.get("n_queries", 256)),
     features=_features,
     load_processor=_processor,
 )

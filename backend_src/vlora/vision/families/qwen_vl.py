@@ -30,8 +30,8 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel, Qwen3VL
 
 from vlora.model.decoder_config import FRAMES_PER_SECOND
 from vlora.model.folder_checks import processor_settings
-from vlora.vision.families.base import Pixels, VisionFamily, without_decoder
-from vlora.vision.images import DecodedImage
+from vlora.vision.families.base import FOR_RGB, Pixels, VisionFamily, without_decoder
+from vlora.vision.images import DecodedImage, stacked
 
 # Clips in Qwen2-VL, Qwen2.5-VL and Qwen3-VL: each two successive frames are encoded together.
 # Frames have the size that the checkpoint's video processor gives them. Qwen2-VL and Qwen2.5-VL
@@ -109,28 +109,21 @@ def with_pairs(
     clips: settings of the checkpoint's video processor.
     """
     stills = [image for image in images if not image.is_video]
-    frames = [_resized(image, images[len(stills)]) for image in images[len(stills) :]]
+    frames = images[len(stills) :]
     pairs = []
     for first in range(0, len(frames), FRAMES_PER_PAIR):
         pair = frames[first : first + FRAMES_PER_PAIR]
         pairs.append(
             replace(
                 pair[0],
-                rgb=np.concatenate([frame.rgb for frame in pair]),
+                rgb=stacked([one.rgb for one in pair], frames[0].height, frames[0].width),
                 frames=len(pair),
                 continues=one_row and first > 0,
                 view="pair" if len(pair) == FRAMES_PER_PAIR else "",
-                scaled=size(clips, len(frames), pair[0].height, pair[0].width),
+                scaled=size(clips, len(frames), frames[0].height, frames[0].width),
             )
         )
     return [*stills, *pairs]
-
-
-def _resized(frame: DecodedImage, like: DecodedImage) -> DecodedImage:
-    if frame.rgb.shape == like.rgb.shape:
-        return frame
-    scaled = Image.fromarray(frame.rgb).resize((like.width, like.height), Image.Resampling.BICUBIC)
-    return replace(frame, rgb=np.asarray(scaled))
 
 
 def preprocess(processor: Any, image: DecodedImage) -> Pixels:
@@ -139,7 +132,9 @@ def preprocess(processor: Any, image: DecodedImage) -> Pixels:
     if image.scaled is not None:
         size = image.scaled[::-1]
         frames = [frame.resize(size, Image.Resampling(processor.resample)) for frame in frames]
-    pixels: Pixels = processor(images=frames, do_resize=image.scaled is None, return_tensors="pt")
+    pixels: Pixels = processor(
+        images=frames, do_resize=image.scaled is None, return_tensors="pt", **FOR_RGB
+    )
     if image.frames == 1:
         return pixels
     # The processor repeats each image along the time axis: [frames, patches, colors, times,
@@ -187,6 +182,11 @@ def _grid(config: Any, processor: Any, image: DecodedImage) -> tuple[int, int]:
     return height // patch, width // patch
 
 
+def _tokens(config: Any, processor: Any, image: DecodedImage) -> int:
+    height, width = _grid(config, processor, image)
+    return int(height * width // processor.merge_size**2)
+
+
 def _encode(model: Any, images: Sequence[Pixels]) -> Any:
     return model.get_image_features(
         torch.cat([image["pixel_values"].float() for image in images]),
@@ -212,6 +212,7 @@ QWEN2_VL = VisionFamily(
     _part(Qwen2VLModel, Qwen2VisionTransformerPretrainedModel),
     ("vision_config",),
     _grid,
+    _tokens,
     _features,
     with_views=partial(with_pairs, frame_size_of_qwen2, True),
     preprocess=preprocess,
