@@ -28,7 +28,7 @@ from vlora.gateway.door import App, Door, GatewayMetrics, RateLimit, Receive, Vi
 from vlora.gateway.errors import ApiError, error_response
 from vlora.gateway.media import MediaLoader
 from vlora.gateway.options import GatewayOptions
-from vlora.gateway.requests import Ask, read_body, read_chat, read_completion
+from vlora.gateway.requests import Ask, of_tenant, read_body, read_chat, read_completion
 from vlora.net import get, is_local
 
 Result = TypeVar("Result")
@@ -220,6 +220,8 @@ class Gateway:
         id = f"{'chatcmpl' if ask.chat else 'cmpl'}-{visit.id}"
         writer = CompletionWriter(ask, id)
         sampling = ask.sampling
+        if visit.isolated:
+            sampling = of_tenant(sampling, visit.tenant)
         if ask.model != self.options.base_name:
             sampling = {**sampling, "lora_name": ask.model}
         pieces = self._backend.ask(

@@ -58,6 +58,7 @@ class Keys:
 
     def __init__(self, tenants: Mapping[str, str]) -> None:
         self._digests = [(_digest(key), tenant) for key, tenant in tenants.items()]
+        self.several_tenants = len(set(tenants.values())) > 1
 
     def tenant(self, key: str) -> str | None:
         # The lookup takes the same time for every key, so its duration reveals nothing about a key.
@@ -137,6 +138,7 @@ class Visit:
 
     id: str
     tenant: str = ANYBODY
+    isolated: bool = False  # Whether there are other tenants, who must not notice the request.
     model: str | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -218,6 +220,7 @@ class Door:
             return
         if self.keys is not None and scope["method"] != "OPTIONS":
             visit.tenant = self._tenant(headers.get("authorization", b""))
+            visit.isolated = self.keys.several_tenants
         if self.limit is not None and path.startswith(API):
             self.limit.count(visit.tenant)
 

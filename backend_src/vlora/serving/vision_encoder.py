@@ -109,6 +109,7 @@ class VisionService(Service):
         self.table.add(request, bytes_of(images))
         sampling = read_sampling(Inputs(tensors), parameters, self._limits)
         freshness = freshness_of(sampling, arrival)
+        self.table.share(request, freshness.cache_salt, self._max_requests - len(self.table) + 1)
         images_to_decode = read_images(tensors, self._limits)
         adapter = adapter_name(sampling)
         # The decoder has the images until it drops them, even if the request ends before.
@@ -179,7 +180,8 @@ class VisionService(Service):
                 wanted.append(request)
                 images.append(content.images)
             if wanted:
-                encoded = self._encoder.run(images, adapters)
+                salts = [request.freshness.cache_salt for request in wanted]
+                encoded = self._encoder.run(images, adapters, salts)
         except BaseException as error:
             encoded = as_vlora_error(error, "encoding images")
         finally:

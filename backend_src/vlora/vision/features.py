@@ -47,7 +47,7 @@ class EncodedImages:
     layout: int32 [n, 6] with the columns first row, rows, t, h, w, is_video, as in `ImageFeatures`.
         h and w are in patches.
     size: int32 [n, 2], original height and width in pixels.
-    digests: keys of the images in the cache, in hex, in order.
+    digests: keys of the images in the cache, in hex and without a salt, in order.
     adapter_version: version of the adapter that was applied to the tower; "" if none was.
     """
 
@@ -164,11 +164,15 @@ class EncoderService:
         return replace(self._counters, evictions=cache.evictions, bytes=cache.used)
 
     def run(
-        self, batch: Sequence[Sequence[DecodedImage]], parts: Sequence[VisionPart | None] = ()
+        self,
+        batch: Sequence[Sequence[DecodedImage]],
+        parts: Sequence[VisionPart | None] = (),
+        salts: Sequence[str | None] = (),
     ) -> list[EncodedImages]:
         """Return the encoded images of each request of `batch`. A request may have none.
 
         parts: vision part of each request's adapter; () if no adapter has one.
+        salts: tenant of each request, whose features no other tenant shares; () without tenants.
 
         Raises the encoder's VLoraError, or Internal for any other exception of the encoder.
         """
@@ -176,7 +180,16 @@ class EncoderService:
         requests = list(zip(map(self._encoder.prepare, batch), parts, strict=True))
         images = [(one.image, part) for request, part in requests for one in request]
         keys = [_key(image, part, self._encoder.tower_digest) for image, part in images]
-        features = self._encode_all(images, keys)
+        owners = [
+            salt
+            for (request, _), salt in zip(requests, salts or [None] * len(batch), strict=True)
+            for _ in request
+        ]
+        # A salt can have any content, so a key that begins with 64 digits stays unambiguous.
+        salted = [
+            key if salt is None else key + salt for key, salt in zip(keys, owners, strict=True)
+        ]
+        features = self._encode_all(images, salted)
         encoded = []
         start = 0
         for request, part in requests:
