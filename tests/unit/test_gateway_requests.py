@@ -329,6 +329,10 @@ def test_a_data_url_is_decoded_and_a_broken_one_is_refused() -> None:
         "64:ff9b::a00:1",
         "2002:7f00:1::",
         "2001:0:4136:e378:8000:63bf:3fff:fdd2",
+        "192.0.0.8",
+        "192.88.99.1",
+        "3fff::1",
+        "5f00::1",
     ],
 )
 def test_loopback_private_and_reserved_addresses_are_not_public(address: str) -> None:

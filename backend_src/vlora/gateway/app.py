@@ -24,7 +24,7 @@ from vlora.errors import nearest, shown
 from vlora.gateway.answers import CompletionWriter
 from vlora.gateway.backend import Backend, Piece, Question, wait_for_first_answer
 from vlora.gateway.bodies import Bodies
-from vlora.gateway.door import App, Door, GatewayMetrics, RateLimit, Receive, Visit, load_keys
+from vlora.gateway.door import App, Door, GatewayMetrics, KeyFile, RateLimit, Receive, Visit
 from vlora.gateway.errors import ApiError, error_response
 from vlora.gateway.media import MediaLoader
 from vlora.gateway.options import GatewayOptions
@@ -375,7 +375,7 @@ def make_app(options: GatewayOptions) -> App:
         )
     return Door(
         app,
-        None if options.keys is None else load_keys(options.keys),
+        None if options.keys is None else KeyFile(options.keys),
         None if options.requests_per_minute is None else RateLimit(options.requests_per_minute),
         frozenset(options.cors_origins),
         gateway.metrics,

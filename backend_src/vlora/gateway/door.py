@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import stat
 import sys
 import time
 import uuid
@@ -23,6 +24,7 @@ from vlora.errors import ServerError, shown
 from vlora.gateway.bodies import BodyReceiver
 from vlora.gateway.errors import ApiError, error_response
 from vlora.net import is_local
+from vlora.sampling import MAX_STREAM_ID
 
 SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -50,6 +52,7 @@ class GatewayMetrics:
 
 
 MIN_KEY_LENGTH = 16
+WRONG_KEYS = ""  # Stands for a tenant of all requests without a known key.
 ANYBODY = "-"  # Tenant of all requests to a gateway without keys.
 
 
@@ -73,21 +76,57 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
+class KeyFile:
+    """The keys in a file, read again after each change of it. Raises ServerError at first.
+
+    **Invariant:** a file that cannot be used admits nobody.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stamp = _stamp(path)
+        self._keys = load_keys(path)
+
+    def current(self) -> Keys:
+        """Return the present keys, none if the file cannot be used."""
+        if (stamp := _stamp(self._path)) != self._stamp:
+            self._stamp = stamp
+            try:
+                self._keys = load_keys(self._path)
+            except ServerError as error:
+                print(f"no API key is accepted: {error}", file=sys.stderr, flush=True)
+                self._keys = Keys({})
+        return self._keys
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_mode
+
+
 def load_keys(path: Path) -> Keys:
     """Return the keys in a file of lines `TENANT KEY` and comments. A tenant may have several.
     Raises ServerError, whose message never contains a key.
     """
     try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ServerError(f"the keys in {path} cannot be read: {reason}") from None
+        if path.stat().st_mode & stat.S_IWOTH:
+            raise ServerError(f"anybody may write {path}; run `chmod o-w` on the file of keys")
+        lines = path.read_text("ascii").splitlines()
+    except OSError as error:
+        raise ServerError(f"the keys in {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        # The error itself would show a part of a key.
+        where = f"byte {error.start} is not ASCII, which keys and tenants must be"
+        raise ServerError(f"the keys in {path} cannot be read: {where}") from None
     tenants: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
-        if len(words) != 2 or len(words[1]) < MIN_KEY_LENGTH:
+        if len(words) != 2 or len(words[1]) < MIN_KEY_LENGTH or len(words[0]) > MAX_STREAM_ID:
             form = f"TENANT KEY, with a key of at least {MIN_KEY_LENGTH} characters"
             raise ServerError(f"line {number} of {path} must be {form}")
         if words[1] in tenants:
@@ -156,7 +195,7 @@ class Door:
     """
 
     app: App
-    keys: Keys | None
+    keys: KeyFile | Keys | None
     limit: RateLimit | None
     origins: frozenset[str]
     metrics: GatewayMetrics
@@ -190,7 +229,12 @@ class Door:
                 self._check(scope, visit)
             except ApiError as error:
                 visit.code = error.code
-                await error_response(error)(scope, body, sending)
+                response = error_response(error)
+                origin = dict(scope["headers"]).get(b"origin", b"").decode("latin-1")
+                if origin in self.origins:  # Otherwise, the page could not read the error.
+                    response.headers["access-control-allow-origin"] = origin
+                    response.headers["vary"] = "Origin"
+                await response(scope, body, sending)
             else:
                 await self.app(scope, body, sending)
         finally:
@@ -203,8 +247,10 @@ class Door:
 
     def _check(self, scope: Scope, visit: Visit) -> None:
         headers = {name.decode("latin-1"): value for name, value in scope["headers"]}
-        if sum(name == b"host" for name, _ in scope["headers"]) > 1:
-            raise ApiError("INVALID_ARG", "the request has more than one Host header; send one")
+        for single in ("Host", "Authorization"):
+            if sum(name == single.lower().encode() for name, _ in scope["headers"]) > 1:
+                refusal = f"the request has more than one {single} header; send one"
+                raise ApiError("INVALID_ARG", refusal)
         host = _host(headers.get("host", b"").decode("latin-1"))
         # Without keys, this prevents DNS rebinding by web pages.
         if self.keys is None and not is_local(host):
@@ -219,21 +265,17 @@ class Door:
         if path == "/" or any(path == open or path.startswith(f"{open}/") for open in OPEN_PATHS):
             return
         if self.keys is not None and scope["method"] != "OPTIONS":
-            visit.tenant = self._tenant(headers.get("authorization", b""))
-            visit.isolated = self.keys.several_tenants
+            keys = self.keys.current() if isinstance(self.keys, KeyFile) else self.keys
+            try:
+                visit.tenant = _tenant(keys, headers.get("authorization", b""))
+            except ApiError:
+                # All wrong keys share one bucket, because addresses can be many.
+                if self.limit is not None:
+                    self.limit.count(WRONG_KEYS)
+                raise
+            visit.isolated = keys.several_tenants
         if self.limit is not None and path.startswith(API):
             self.limit.count(visit.tenant)
-
-    def _tenant(self, authorization: bytes) -> str:
-        assert self.keys is not None
-        scheme, _, key = authorization.decode("latin-1").partition(" ")
-        if scheme.lower() != "bearer" or not key:
-            remedy = "send the header Authorization: Bearer KEY"
-            raise ApiError("UNAUTHENTICATED", f"the API key is missing; {remedy}")
-        tenant = self.keys.tenant(key.strip())
-        if tenant is None:
-            raise ApiError("UNAUTHENTICATED", "the API key is not known")
-        return tenant
 
     def _write(self, scope: Scope, visit: Visit, status: int, seconds: float) -> None:
         client = scope.get("client")
@@ -254,6 +296,17 @@ class Door:
         }
         present = {key: value for key, value in line.items() if value is not None}
         print(json.dumps(present), file=self.log, flush=True)
+
+
+def _tenant(keys: Keys, authorization: bytes) -> str:
+    scheme, _, key = authorization.decode("latin-1").partition(" ")
+    if scheme.lower() != "bearer" or not key:
+        remedy = "send the header Authorization: Bearer KEY"
+        raise ApiError("UNAUTHENTICATED", f"the API key is missing; {remedy}")
+    tenant = keys.tenant(key.strip())
+    if tenant is None:
+        raise ApiError("UNAUTHENTICATED", "the API key is not known")
+    return tenant
 
 
 def _host(header: str) -> str:
