@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 import random
 import socket
 import string
@@ -20,6 +21,7 @@ from uvicorn.server import ServerState
 from vlora.errors import ServerError
 from vlora.gateway import bodies, door
 from vlora.gateway.door import (
+    AccessLog,
     Door,
     GatewayMetrics,
     KeyFile,
@@ -53,9 +55,10 @@ class Caller:
         keys: Keys | KeyFile | None = None,
         limit: RateLimit | None = None,
         origins: frozenset[str] = frozenset(),
+        log: AccessLog | None = None,
     ) -> None:
         self.log = io.StringIO()
-        self._door = Door(answer, keys, limit, origins, GatewayMetrics(), self.log)
+        self._door = Door(answer, keys, limit, origins, GatewayMetrics(), log or self.log)
 
     def __call__(
         self, path: str = "/v1/models", host: str = "localhost:8080", **headers: str
@@ -244,6 +247,15 @@ def test_a_file_of_keys_that_cannot_be_used_is_an_error_without_the_keys(
     with pytest.raises(ServerError, match=message) as refused:
         load_keys(path)
     assert KEY not in str(refused.value)
+
+
+def test_an_access_log_that_cannot_be_written_stops_nothing() -> None:
+    unread, end = os.pipe()
+    for raw in (io.FileIO(end, "w"), io.FileIO("/dev/full", "w")):
+        file = io.TextIOWrapper(raw, write_through=True)
+        call = Caller(log=AccessLog(file))
+        assert [call("/x" * 40_000) for _ in range(100)] == [200] * 100
+    os.close(unread)
 
 
 def test_connections_send_without_delay() -> None:

@@ -8,11 +8,14 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import queue
 import stat
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -185,13 +188,45 @@ class Visit:
     code: str | None = None  # Code of the error that the request got, even within a stream.
 
 
+MAX_LOGGED_PATH = 1024  # Maximum number of characters.
+MAX_LOG_LINES = 10_000  # Maximum number of lines that wait to be written; more are lost.
+
+
+class AccessLog:
+    """Writes lines on a thread of its own, so that a full pipe or disk stops no request."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._lines: queue.Queue[str] = queue.Queue(MAX_LOG_LINES)
+        threading.Thread(target=self._run, name="access-log", daemon=True).start()
+
+    def write(self, line: str) -> None:
+        with suppress(queue.Full):
+            self._lines.put_nowait(line)
+
+    def flush(self, seconds: float = 1.0) -> None:
+        """Wait up to `seconds` until the lines are written."""
+        end = time.monotonic() + seconds
+        while self._lines.unfinished_tasks and time.monotonic() < end:
+            time.sleep(0.005)
+
+    def _run(self) -> None:
+        while True:
+            line = self._lines.get()
+            # A full disk or a closed pipe loses lines of the log, not requests.
+            with suppress(OSError, ValueError):
+                self._file.write(line)
+                self._file.flush()
+            self._lines.task_done()
+
+
 @dataclass(eq=False)
 class Door:
     """ASGI middleware that checks each request, then passes it to `app`.
 
     keys: API keys; None admits everybody.
     origins: origins of web pages that may use the gateway, in addition to its own.
-    log: file for the access log, with one JSON object per line.
+    log: the access log, with one JSON object per line.
     """
 
     app: App
@@ -199,12 +234,13 @@ class Door:
     limit: RateLimit | None
     origins: frozenset[str]
     metrics: GatewayMetrics
-    log: TextIO = sys.stdout
+    log: AccessLog | TextIO = field(default_factory=lambda: AccessLog(sys.stdout))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one HTTP request. Pass other ASGI scopes, such as "lifespan", to `app`."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
+            self.log.flush()
             return
         visit = Visit(uuid.uuid4().hex)
         scope.setdefault("state", {})["visit"] = visit
@@ -285,7 +321,7 @@ class Door:
             "client": client[0] if client else None,
             "tenant": visit.tenant,
             "method": scope["method"],
-            "path": scope["path"],
+            "path": scope["path"][:MAX_LOGGED_PATH],
             "status": status,
             "seconds": round(seconds, 4),
             "model": visit.model,
@@ -295,7 +331,7 @@ class Door:
             "code": visit.code,
         }
         present = {key: value for key, value in line.items() if value is not None}
-        print(json.dumps(present), file=self.log, flush=True)
+        self.log.write(json.dumps(present) + "\n")
 
 
 def _tenant(keys: Keys, authorization: bytes) -> str:
