@@ -42,6 +42,7 @@ class LiveRequest:
     pinned: whether it stays in its table until `remove`, because its bytes are still in use.
     cancelled: reason for which its owner must end the request, or None.
     sink: function that receives the engine's outputs; None until the request is submitted.
+    tenant: the tenant of the request, if its client names one.
     """
 
     def __init__(self, id: str, client_id: str = "") -> None:
@@ -54,6 +55,7 @@ class LiveRequest:
         self.pinned = False
         self.cancelled: VLoraError | None = None
         self.sink: OutputSink | None = None
+        self.tenant: str | None = None
 
     @property
     def has_own_id(self) -> bool:
@@ -170,6 +172,26 @@ class RequestTable:
                 )
             self.bytes = others + size
             request.size = size
+
+    def share(
+        self, request: LiveRequest, tenant: str | None, free: int, in_engine: int = 0
+    ) -> None:
+        """Note the tenant of a new request. Raises Unavailable if it takes too much of the queue.
+
+        A tenant may have at most as many waiting requests as are left for all others, so that none
+        can fill the queue. free: number of free places, the one of this request included.
+        in_engine: number of the tenant's requests that wait in the engine.
+        """
+        if tenant is None:
+            return
+        with self.changed:
+            request.tenant = tenant
+            own = in_engine + sum(
+                one.tenant == tenant and one.state is not State.IN_ENGINE
+                for one in self._requests.values()
+            )
+        if own > free:
+            raise Unavailable(f"the tenant's share of the queue is full: {own} requests")
 
     # -- waiting -----------------------------------------------------------------------------
 

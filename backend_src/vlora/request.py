@@ -120,12 +120,19 @@ class Freshness:
     """Arrival, deadline and stream of a request, which decide until when its answer is useful.
 
     arrival: at the server's first model, in seconds of `time.monotonic`.
+    cache_salt: tenant to whom the request and its stream belong, if the client names one.
     """
 
     arrival: float
     deadline_ms: float | None = None
     stream_id: str | None = None
     supersede: bool = False
+    cache_salt: str | None = None
+
+    @staticmethod
+    def of(params: SamplingParams, arrival: float) -> Freshness:
+        keys = params.deadline_ms, params.stream_id, params.supersede, params.cache_salt
+        return Freshness(arrival, *keys)
 
     @property
     def deadline(self) -> float:
@@ -133,8 +140,9 @@ class Freshness:
         return math.inf if self.deadline_ms is None else self.arrival + self.deadline_ms / 1e3
 
     def is_superseded_by(self, newer: Freshness) -> bool:
+        same_tenant = self.cache_salt == newer.cache_salt
         same_stream = newer.supersede and self.stream_id == newer.stream_id
-        return same_stream and self.arrival <= newer.arrival
+        return same_tenant and same_stream and self.arrival <= newer.arrival
 
     def late_error(self) -> Cancelled:
         """Return the error for a request whose deadline has passed."""
@@ -167,8 +175,7 @@ class Request:
 
     def freshness(self, arrival: float) -> Freshness:
         """Return the request's freshness, with times on the clock of `arrival`."""
-        params = self.sampling
-        return Freshness(arrival, params.deadline_ms, params.stream_id, params.supersede)
+        return Freshness.of(self.sampling, arrival)
 
 
 @dataclass(frozen=True)

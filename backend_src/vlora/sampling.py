@@ -30,7 +30,7 @@ MAX_STOP_STRINGS = 16
 MIN_TEMPERATURE = 0.01  # A lower one would lose precision of the scores. vLLM has the same limit.
 RANDOM_SEED = -1  # Stands for no seed, as in vLLM.
 ADAPTER_KEY = "lora_name"  # Sent with the sampling keys but does not affect sampling.
-MAX_STREAM_ID = 256  # Maximum number of characters.
+MAX_STREAM_ID = 256  # Maximum number of characters, also of a `cache_salt`.
 MAX_INTEGER = 2**31 - 1  # Maximum value of token counts and token ids.
 
 # Valid values of the numeric keys. The engine compares token counts with the context, and ids with
@@ -113,6 +113,7 @@ class SamplingParams:
     max_tokens: None (default with `choices` and `structured_outputs`): only the context limits it.
     deadline_ms: milliseconds from arrival after which the request ends with CANCELLED.
     stream_interval_ms: minimum time between two responses. First and last token never wait.
+    cache_salt: tenant, whose requests share caches and streams with those of no other.
     """
 
     temperature: float = 1.0
@@ -138,6 +139,7 @@ class SamplingParams:
     stream_id: str | None = None
     supersede: bool = False
     stream_interval_ms: float = 0.0
+    cache_salt: str | None = None
 
     @property
     def greedy(self) -> bool:
@@ -280,6 +282,7 @@ _READERS: dict[str, Reader] = {
     "choices": lambda key, value: read_texts(key, value, "a list of non-empty strings"),
     "deadline_ms": optional(RANGES["deadline_ms"]),
     "stream_id": optional(_stream_id),
+    "cache_salt": optional(_stream_id),
     "supersede": read_boolean,
 }
 

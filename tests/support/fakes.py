@@ -81,6 +81,9 @@ class FakeEngine:
         """Number of requests that were admitted and not submitted."""
         return sum(entry.state <= State.TAKEN for entry in self.table)
 
+    def share(self, entry: LiveRequest, tenant: str | None) -> None:
+        pass
+
     def admit(self, entry: LiveRequest, size: int = 0) -> None:
         """Admit a request. Raise Unavailable if the queue is full."""
         if self.max_admitted is not None and self.admitted >= self.max_admitted:

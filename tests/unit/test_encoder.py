@@ -421,6 +421,16 @@ def test_answers_never_depend_on_the_cache(batches, entries):
     assert entries >= 1 or encoders.counters.bytes == 0
 
 
+def test_tenants_share_no_features():
+    encoder, encoders = service()
+    batch = [[picture(1)]] * 4
+    answers = encoders.run(batch, salts=["alice", "bob", "alice", None])
+    assert encoder.calls == [3]
+    assert len({answer.digests for answer in answers}) == 1
+    encoders.run(batch[:2], salts=["bob", None])
+    assert encoder.calls == [3]
+
+
 def test_images_are_counted_while_a_long_batch_is_encoded():
     """The probe reads the counter to tell a busy encoder from a hung one."""
     encoder, _ = service()

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
+import random
 import socket
+import string
 from collections.abc import Awaitable, Callable
 from contextlib import closing
 from pathlib import Path
@@ -16,10 +19,12 @@ from uvicorn import Config
 from uvicorn.server import ServerState
 
 from vlora.errors import ServerError
-from vlora.gateway import bodies
+from vlora.gateway import bodies, door
 from vlora.gateway.door import (
+    AccessLog,
     Door,
     GatewayMetrics,
+    KeyFile,
     Keys,
     Message,
     RateLimit,
@@ -33,6 +38,7 @@ from vlora.gateway.protocol import MAX_SMALL_CHUNKS, MAX_WAITING, LimitedConnect
 from vlora.gateway.server import listen
 
 KEY, OTHER = "k" * 16, "o" * 16
+PAGE = "https://page.example"
 
 
 async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -46,12 +52,13 @@ class Caller:
 
     def __init__(
         self,
-        keys: Keys | None = None,
+        keys: Keys | KeyFile | None = None,
         limit: RateLimit | None = None,
         origins: frozenset[str] = frozenset(),
+        log: AccessLog | None = None,
     ) -> None:
         self.log = io.StringIO()
-        self._door = Door(answer, keys, limit, origins, GatewayMetrics(), self.log)
+        self._door = Door(answer, keys, limit, origins, GatewayMetrics(), log or self.log)
 
     def __call__(
         self, path: str = "/v1/models", host: str = "localhost:8080", **headers: str
@@ -61,10 +68,11 @@ class Caller:
         host: values of its Host headers. `events` has the parts received and the messages sent.
         """
         pairs = [(b"host", one.encode()) for one in host.split(" ")]
-        pairs += [(name.encode(), value.encode()) for name, value in headers.items()]
+        pairs += [(name.lower().encode(), value.encode()) for name, value in headers.items()]
         scope: dict[str, Any] = {"type": "http", "method": "GET", "path": path, "headers": pairs}
         self.events: list[str] = []
         statuses: list[int] = []
+        self.headers: dict[bytes, bytes] = {}
 
         async def receive() -> Message:
             self.events.append("part")
@@ -73,6 +81,7 @@ class Caller:
         async def send(message: Message) -> None:
             self.events.append(message["type"])
             statuses.append(message.get("status", 0))
+            self.headers = dict(message.get("headers", self.headers))
 
         asyncio.run(self._door(scope, receive, send))
         return statuses[0]
@@ -151,6 +160,58 @@ def test_a_key_is_required_except_for_health_and_its_tenant_is_logged() -> None:
     assert KEY not in call.log.getvalue()
 
 
+def test_only_whole_keys_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """10,000 drawn keys that resemble known ones, through the whole door for some of them."""
+    rng, alphabet = random.Random(40), string.ascii_letters + string.digits
+    known = {"".join(rng.choices(alphabet, k=rng.randint(16, 40))): f"t{i}" for i in range(20)}
+    keys = Keys(known)
+    call = Caller(keys)
+
+    def wrong(key: str, other: str) -> str:
+        at = rng.randrange(len(key))
+        flipped = key[:at] + chr(ord(key[at]) ^ 1 << rng.randrange(7)) + key[at + 1 :]
+        joined = (key + other, key + rng.choice(alphabet), rng.choice(alphabet) + key)
+        cut = (key[:at], key[at + 1 :], key[:at] + other[at:], key.swapcase(), key * 2)
+        return rng.choice((flipped, *joined, *cut))
+
+    for index in range(10_000):
+        drawn = wrong(*rng.sample(list(known), 2))
+        assert keys.tenant(drawn) == known.get(drawn), drawn
+        if index % 50 == 0 and drawn not in known:
+            assert call(authorization=f"Bearer {drawn}") == 401
+    assert all(keys.tenant(key) == tenant for key, tenant in known.items())
+    # Digests that differ in one byte only, wherever it is.
+    digest = bytes(range(32))
+    monkeypatch.setattr(door, "_digest", lambda key: digest)
+    one = Keys({KEY: "alice"})
+    assert one.tenant("any") == "alice"
+    for at in range(32):
+        other = digest[:at] + bytes([digest[at] ^ 1]) + digest[at + 1 :]
+        monkeypatch.setattr(door, "_digest", lambda key, other=other: other)
+        assert one.tenant(KEY) is None
+
+
+def test_wrong_keys_are_limited_and_two_are_refused() -> None:
+    call = Caller(Keys({KEY: "alice"}), RateLimit(2, lambda: 0.0), frozenset({PAGE}))
+    assert [call(authorization="Bearer x", origin=PAGE) for _ in range(3)] == [401, 401, 429]
+    assert call.headers[b"access-control-allow-origin"] == PAGE.encode()
+    assert call(authorization=f"Bearer {KEY}") == 200
+    assert call(authorization=f"Bearer {KEY}", Authorization=f"Bearer {KEY}") == 400
+
+
+def test_a_changed_file_of_keys_holds_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"alice {KEY}\nbob {OTHER}")
+    call = Caller(KeyFile(path))
+    assert [call(authorization=f"Bearer {key}") for key in (KEY, OTHER)] == [200, 200]
+    path.write_text(f"bob {OTHER}")
+    assert [call(authorization=f"Bearer {key}") for key in (KEY, OTHER)] == [401, 200]
+    path.chmod(0o666)
+    assert call(authorization=f"Bearer {OTHER}") == 401
+    with pytest.raises(ServerError, match="anybody may write"):
+        KeyFile(path)
+
+
 def test_each_tenant_has_its_own_limit_which_refills() -> None:
     now = 0.0
     limit = RateLimit(2, lambda: now)
@@ -173,6 +234,7 @@ def test_each_tenant_has_its_own_limit_which_refills() -> None:
         ("alice short", "line 1 .* at least 16 characters"),
         (f"# keys\nalice {KEY} more", "line 2 "),
         (f"alice {KEY}\nbob {KEY}", "line 2 .* repeats"),
+        (f"alice {KEY}é", "byte 22 is not ASCII"),
     ],
 )
 def test_a_file_of_keys_that_cannot_be_used_is_an_error_without_the_keys(
@@ -185,6 +247,15 @@ def test_a_file_of_keys_that_cannot_be_used_is_an_error_without_the_keys(
     with pytest.raises(ServerError, match=message) as refused:
         load_keys(path)
     assert KEY not in str(refused.value)
+
+
+def test_an_access_log_that_cannot_be_written_stops_nothing() -> None:
+    unread, end = os.pipe()
+    for raw in (io.FileIO(end, "w"), io.FileIO("/dev/full", "w")):
+        file = io.TextIOWrapper(raw, write_through=True)
+        call = Caller(log=AccessLog(file))
+        assert [call("/x" * 40_000) for _ in range(100)] == [200] * 100
+    os.close(unread)
 
 
 def test_connections_send_without_delay() -> None:

@@ -23,7 +23,7 @@ from vlora.gateway.errors import ApiError
 from vlora.gateway.media import MediaLoader, decode, is_public
 from vlora.gateway.messages import MAX_MEDIA, Conversation, Media
 from vlora.gateway.options import MIB, GatewayOptions
-from vlora.gateway.requests import MAX_COMMAS, Ask, read_body, read_chat, read_completion
+from vlora.gateway.requests import MAX_COMMAS, Ask, of_tenant, read_body, read_chat, read_completion
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 CLIP = {"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,AA,BB,CC"}}
@@ -79,6 +79,15 @@ def test_a_clip_is_a_list_of_frames() -> None:
     clip = {"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,AA,BB,CC"}}
     frames = chat(clip, text("What happens?")).conversation.frames
     assert [frame.url.rpartition(",")[2] for frame in frames] == ["AA", "BB", "CC"]
+
+
+@pytest.mark.parametrize("priority", [-1, "-5", -(2**31)])
+def test_a_tenant_has_a_salt_and_goes_before_no_other(priority: Any) -> None:
+    assert of_tenant({"priority": "3"}, "alice") == {"priority": "3", "cache_salt": "alice"}
+    with pytest.raises(ApiError, match="'priority' must be a whole number from 0"):
+        of_tenant({"priority": priority}, "alice")
+    with pytest.raises(ApiError, match="'cache_salt' = 'bob' is not supported"):
+        read_chat({"model": "m", "messages": [], "cache_salt": "bob"})
 
 
 @pytest.mark.parametrize("frames", [0, 1000])
@@ -407,6 +416,10 @@ def test_a_data_url_is_decoded_and_a_broken_one_is_refused() -> None:
         "64:ff9b::a00:1",
         "2002:7f00:1::",
         "2001:0:4136:e378:8000:63bf:3fff:fdd2",
+        "192.0.0.8",
+        "192.88.99.1",
+        "3fff::1",
+        "5f00::1",
     ],
 )
 def test_loopback_private_and_reserved_addresses_are_not_public(address: str) -> None:

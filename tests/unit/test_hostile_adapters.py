@@ -157,7 +157,7 @@ ZOO: dict[str, tuple[str, Change]] = {
     "weights-two-layouts": (WEIGHTS, renamed(r"model\.language_model(.*lora_A)", r"model\1")),
     "invocation-huge": (CONFIG, config(alora_invocation_tokens=[10**4000])),
     "weights-left-over": (WEIGHTS, config(target_modules=["q_proj"])),
-    "rank-beyond-floats": (WEIGHTS, config(r=10**400)),
+    "rank-beyond-floats": (WEIGHTS, config(r=10**399)),
     "rank-huge": (WEIGHTS, lambda folder: (config(r=1 << 30)(folder), huge_rank(folder))),
     # vlora.json and the head.
     "extra-empty": (EXTRA, written(EXTRA, b"")),
@@ -167,6 +167,8 @@ ZOO: dict[str, tuple[str, Change]] = {
     "extra-default-task": (EXTRA, written(EXTRA, b'{"tasks": ["vqa"], "default_task": "refer"}')),
     "extra-default-task-list": (EXTRA, written(EXTRA, b'{"default_task": ["vqa"]}')),
     "extra-tasks-surrogate": (EXTRA, written(EXTRA, b'{"tasks": ["\\udfff"]}')),
+    "extra-accuracy-key": (EXTRA, written(EXTRA, b'{"accuracy": {"\\ud800": 0.5}}')),
+    "extra-key-twice": (EXTRA, written(EXTRA, b'{"tasks": ["vqa"], "tasks": ["refer"]}')),
     "extra-accuracy": (EXTRA, written(EXTRA, b'{"accuracy": {"vqa": NaN}}')),
     "head-undeclared": (EXTRA, lambda folder: save_file(TWO, folder / HEAD)),
     "head-gone": (HEAD, lambda f: (head(["a", "b"], **TWO)(f), (f / HEAD).unlink())),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.fakes import Clock, FakeRegistry
-from vlora.errors import Cancelled, InvalidArgument
+from vlora.errors import Cancelled, InvalidArgument, Unavailable
 from vlora.live_requests import LiveRequest, RequestTable
 from vlora.request import Freshness
 from vlora.serving.arrivals import ARRIVAL_INPUT, MAX_AGE_SECONDS, ArrivalStamps, shared_key
@@ -51,24 +51,39 @@ def test_a_newer_request_ends_only_older_ones_of_its_stream() -> None:
     line.add("other", 1.0, stream_id="t")
     line.add("none", 1.0)
     line.add("newest", 9.0, stream_id="s")
+    line.add("of a tenant", 1.0, stream_id="s", cache_salt="alice")
     line.add("new", 2.0, stream_id="s", supersede=True)
     assert set(line.ended) == {"old"}
     assert "stream 's' superseded" in str(line.ended["old"])
     everywhere = registry["vllm:num_requests_waiting"]
     everywhere.increment(10)  # By another process.
     exporter.flush()
-    assert registry["vlora:requests_before_engine"].value == 4
-    assert everywhere.value == 14
+    assert registry["vlora:requests_before_engine"].value == 5
+    assert everywhere.value == 15
     assert registry["vlora:requests_superseded_total"].value == 1
     assert registry["vlora:requests_expired_total"].value == 0
     assert not line.take("old")
-    assert all(line.take(key) for key in ("other", "none", "newest", "new"))
-    for key in ("other", "none", "newest"):
+    assert all(line.take(key) for key in ("other", "none", "newest", "of a tenant", "new"))
+    for key in ("other", "none", "newest", "of a tenant"):
         found = line.table.get(key)
         assert found is not None
         found.moved_on = True
     exporter.flush()
     assert everywhere.value == 11
+
+
+def test_a_tenant_cannot_fill_a_queue() -> None:
+    table, places = RequestTable(), 10
+    for tenant, own in (("alice", 5), ("bob", 3), (None, 2)):
+        for index in range(own + 1 if tenant else own):
+            request = LiveRequest(f"{tenant}{index}")
+            table.add(request)
+            if index == own:
+                with pytest.raises(Unavailable, match=f"share of the queue is full: {own + 1}"):
+                    table.share(request, tenant, places - len(table) + 1)
+                table.remove(request)
+            else:
+                table.share(request, tenant, places - len(table) + 1)
 
 
 def test_a_deadline_counts_from_the_arrival() -> None:

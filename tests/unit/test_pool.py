@@ -299,6 +299,10 @@ def test_a_key_depends_on_the_block_and_all_blocks_before_it() -> None:
     grown = BlockDigests(2, rows, features, positions)
     assert grown.up_to([*tokens, 1, 2], 8)[:3] == keys
     assert not set(BlockDigests(2, torch.full((6,), NO_IMAGE)).up_to(tokens, 6)) & set(keys)
+    for salt in ("alice", "bob", ""):
+        salted = BlockDigests(2, rows, features, positions, salt).up_to(tokens, 6)
+        assert bool(set(salted) & set(keys)) == (not salt)
+        keys += salted if salt else []
 
 
 @pytest.mark.parametrize("changed", ["token", "embedding", "level", "time", "height", "width"])

@@ -251,6 +251,19 @@ def test_too_many_structures_in_use_are_refused_and_idle_ones_make_room(tokenize
         grammars.acquire(Structure("regex", "d"))
 
 
+def test_a_tenant_shares_no_structure_and_leaves_some_to_others(tokenizer: Any) -> None:
+    grammars = grammars_of(tokenizer, replace(LIMITS, max_grammars=4))
+    structures = [Structure("regex", letter) for letter in "abc"]
+    used = [grammars.acquire(structure, "alice") for structure in structures[:2]]
+    with pytest.raises(Unavailable, match="share of 'max_grammars' is full: 2 structures"):
+        grammars.acquire(structures[2], "alice")
+    other = grammars.acquire(structures[0], "bob")
+    assert other not in used
+    grammars.release(structures[0], used[0], "alice")
+    assert grammars.acquire(structures[0], "bob") is other
+    grammars.close()
+
+
 def json_of(schema: Any) -> Structure:
     return Structure("json", json.dumps(schema))
 
@@ -285,6 +298,11 @@ TWICE_BY_REFERENCE = {
         (json_of(TWICE_BY_REFERENCE), "are all in 'properties'"),
         (json_of({"enum": [{"id": 2**53 + 1}]}), "9007199254740993 .* has more than 53 bits"),
         (json_of({"const": "a\x01"}), "control character"),
+        (Structure("json", '{"x-guid\\u0061nce": {"item_separator": ";"}}'), "'x-guidance' would"),
+        (Structure("grammar", 'start: %json {"x-guid\\u0061nce": {}}'), "'x-guidance' would"),
+        (Structure("grammar", "start: <[3]>{20}"), r"special tokens such as <\[3\]>"),
+        (Structure("grammar", 'start: "//" <[3]> // "'), "special tokens"),
+        (Structure("grammar", '{"grammars": [{"lark_grammar": "start: <[3]>"}]}'), "must be Lark"),
     ],
 )
 def test_an_invalid_structure_is_refused_with_the_reason(
@@ -392,7 +410,6 @@ def test_json_has_bounded_white_space(
         ({"minimum": -0.5, "maximum": 0, "exclusiveMaximum": True}, "-0.25", "-0"),
         ({"type": "integer", "minimum": 2**53 + 1}, str(2**53 + 2), str(2**53)),
         ({"prefixItems": [{"const": 1}], "additionalItems": False}, "[1, 2]", "[2]"),
-        ({"items": {"const": 1}, "x-guidance": {"item_separator": ";"}}, "[1,1]", "[1;1]"),
     ],
 )
 def test_a_schema_allows_valid_answers_only(

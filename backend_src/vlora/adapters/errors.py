@@ -7,7 +7,6 @@ free file descriptor or memory, or a disk reported an error.
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import re
 import stat
@@ -19,6 +18,7 @@ from safetensors import SafetensorError
 
 from vlora.errors import AdapterBroken, InvalidArgument, OutOfMemory
 from vlora.file_names import decoded
+from vlora.strict_json import load_object
 
 log = logging.getLogger(__name__)
 
@@ -74,14 +74,13 @@ def read_json(path: Path, invalid: ErrorFactory) -> dict[str, Any]:
             content = opened.read(MAX_JSON_BYTES + 1)
         if len(content) > MAX_JSON_BYTES:
             raise invalid(f"has more than {MAX_JSON_BYTES} bytes")
-        value = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise invalid(f"is not valid JSON: {error}") from error
+        return load_object(content.decode("utf-8-sig"), "")
+    except UnicodeDecodeError as error:
+        raise invalid(f"is not valid UTF-8 at byte {error.start}") from error
+    except InvalidArgument as error:
+        raise invalid(error.message.lstrip()) from error
     except OSError as error:
         raise invalid.unreadable(error) from error
-    if not isinstance(value, dict):
-        raise invalid("must hold a JSON object")
-    return value
 
 
 def require_file(path: Path, invalid: ErrorFactory) -> None:

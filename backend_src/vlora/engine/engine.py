@@ -164,9 +164,11 @@ class Engine:
 
     def discard(self, state: RequestState) -> None:
         """Release the grammar of a request that was never queued or has ended. Thread-safe."""
-        structure = state.sequence.request.sampling.structured_outputs
-        if structure is not None and state.grammar is not None:
-            self.admission.grammars.release(structure, state.grammar)
+        params = state.sequence.request.sampling
+        if params.structured_outputs is not None and state.grammar is not None:
+            self.admission.grammars.release(
+                params.structured_outputs, state.grammar, params.cache_salt
+            )
 
     def _forget(self, state: RequestState) -> None:
         sequence = state.sequence

@@ -108,6 +108,15 @@ class EngineLoop:
                 raise Unavailable(f"the queue is full: {waiting} requests are waiting")
             self.table.admit(entry, size)
 
+    def share(self, entry: LiveRequest, tenant: str | None) -> None:
+        """Note the tenant of an admitted request. Raises Unavailable beyond its share."""
+        if tenant is not None:
+            with self._wake:
+                queued = [one.request.sampling.cache_salt for one in self._engine.scheduler.waiting]
+                waiting = len(self.table) - self._in_engine + len(queued)
+                free = self._max_waiting - waiting + 1
+                self.table.share(entry, tenant, free, queued.count(tenant))
+
     def submit(self, request: Request, sink: OutputSink) -> None:
         """Check a request on the caller's thread and queue it; admit it first if necessary.
 

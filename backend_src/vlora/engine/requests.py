@@ -218,12 +218,16 @@ class Admission:
         digests = None
         if self._memory.prefix is not None:
             digests = BlockDigests(
-                self._memory.block_size, prompt.feature_row, prompt.all_features, prompt.positions
+                self._memory.block_size,
+                prompt.feature_row,
+                prompt.all_features,
+                prompt.positions,
+                params.cache_salt,
             )
             # Hash the prompt on this thread instead of the engine's.
             digests.up_to(prompt.ids, len(prompt.ids))
         structure = params.structured_outputs
-        grammar = None if structure is None else self.grammars.acquire(structure)
+        grammar = None if structure is None else self.grammars.acquire(structure, params.cache_salt)
         sequence = Sequence(
             request,
             prompt,

@@ -25,11 +25,11 @@ from vlora.errors import nearest, shown
 from vlora.gateway.answers import CompletionWriter
 from vlora.gateway.backend import Backend, Piece, Question, wait_for_first_answer
 from vlora.gateway.bodies import MAX_JSON_BYTES, Bodies, Held, too_much_json
-from vlora.gateway.door import App, Door, GatewayMetrics, RateLimit, Receive, Visit, load_keys
+from vlora.gateway.door import App, Door, GatewayMetrics, KeyFile, RateLimit, Receive, Visit
 from vlora.gateway.errors import ApiError, error_response
 from vlora.gateway.media import MediaLoader
 from vlora.gateway.options import GatewayOptions
-from vlora.gateway.requests import Ask, read_body, read_chat, read_completion
+from vlora.gateway.requests import Ask, of_tenant, read_body, read_chat, read_completion
 from vlora.net import get, is_local
 
 Result = TypeVar("Result")
@@ -232,6 +232,8 @@ class Gateway:
         id = f"{'chatcmpl' if ask.chat else 'cmpl'}-{visit.id}"
         writer = CompletionWriter(ask, id)
         sampling = ask.sampling
+        if visit.isolated:
+            sampling = of_tenant(sampling, visit.tenant)
         if ask.model != self.options.base_name:
             sampling = {**sampling, "lora_name": ask.model}
         pieces = self._backend.ask(
@@ -394,7 +396,7 @@ def make_app(options: GatewayOptions) -> App:
         )
     return Door(
         app,
-        None if options.keys is None else load_keys(options.keys),
+        None if options.keys is None else KeyFile(options.keys),
         None if options.requests_per_minute is None else RateLimit(options.requests_per_minute),
         frozenset(options.cors_origins),
         gateway.metrics,

@@ -8,10 +8,14 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import queue
+import stat
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -23,6 +27,7 @@ from vlora.errors import ServerError, shown
 from vlora.gateway.bodies import BodyReceiver
 from vlora.gateway.errors import ApiError, error_response
 from vlora.net import is_local
+from vlora.sampling import MAX_STREAM_ID
 
 SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -50,6 +55,7 @@ class GatewayMetrics:
 
 
 MIN_KEY_LENGTH = 16
+WRONG_KEYS = ""  # Stands for a tenant of all requests without a known key.
 ANYBODY = "-"  # Tenant of all requests to a gateway without keys.
 
 
@@ -58,6 +64,7 @@ class Keys:
 
     def __init__(self, tenants: Mapping[str, str]) -> None:
         self._digests = [(_digest(key), tenant) for key, tenant in tenants.items()]
+        self.several_tenants = len(set(tenants.values())) > 1
 
     def tenant(self, key: str) -> str | None:
         # The lookup takes the same time for every key, so its duration reveals nothing about a key.
@@ -72,21 +79,57 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
+class KeyFile:
+    """The keys in a file, read again after each change of it. Raises ServerError at first.
+
+    **Invariant:** a file that cannot be used admits nobody.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stamp = _stamp(path)
+        self._keys = load_keys(path)
+
+    def current(self) -> Keys:
+        """Return the present keys, none if the file cannot be used."""
+        if (stamp := _stamp(self._path)) != self._stamp:
+            self._stamp = stamp
+            try:
+                self._keys = load_keys(self._path)
+            except ServerError as error:
+                print(f"no API key is accepted: {error}", file=sys.stderr, flush=True)
+                self._keys = Keys({})
+        return self._keys
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_mode
+
+
 def load_keys(path: Path) -> Keys:
     """Return the keys in a file of lines `TENANT KEY` and comments. A tenant may have several.
     Raises ServerError, whose message never contains a key.
     """
     try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ServerError(f"the keys in {path} cannot be read: {reason}") from None
+        if path.stat().st_mode & stat.S_IWOTH:
+            raise ServerError(f"anybody may write {path}; run `chmod o-w` on the file of keys")
+        lines = path.read_text("ascii").splitlines()
+    except OSError as error:
+        raise ServerError(f"the keys in {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        # The error itself would show a part of a key.
+        where = f"byte {error.start} is not ASCII, which keys and tenants must be"
+        raise ServerError(f"the keys in {path} cannot be read: {where}") from None
     tenants: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
-        if len(words) != 2 or len(words[1]) < MIN_KEY_LENGTH:
+        if len(words) != 2 or len(words[1]) < MIN_KEY_LENGTH or len(words[0]) > MAX_STREAM_ID:
             form = f"TENANT KEY, with a key of at least {MIN_KEY_LENGTH} characters"
             raise ServerError(f"line {number} of {path} must be {form}")
         if words[1] in tenants:
@@ -137,11 +180,44 @@ class Visit:
 
     id: str
     tenant: str = ANYBODY
+    isolated: bool = False  # Whether there are other tenants, who must not notice the request.
     model: str | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     finish_reason: str | None = None
     code: str | None = None  # Code of the error that the request got, even within a stream.
+
+
+MAX_LOGGED_PATH = 1024  # Maximum number of characters.
+MAX_LOG_LINES = 10_000  # Maximum number of lines that wait to be written; more are lost.
+
+
+class AccessLog:
+    """Writes lines on a thread of its own, so that a full pipe or disk stops no request."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._lines: queue.Queue[str] = queue.Queue(MAX_LOG_LINES)
+        threading.Thread(target=self._run, name="access-log", daemon=True).start()
+
+    def write(self, line: str) -> None:
+        with suppress(queue.Full):
+            self._lines.put_nowait(line)
+
+    def flush(self, seconds: float = 1.0) -> None:
+        """Wait up to `seconds` until the lines are written."""
+        end = time.monotonic() + seconds
+        while self._lines.unfinished_tasks and time.monotonic() < end:
+            time.sleep(0.005)
+
+    def _run(self) -> None:
+        while True:
+            line = self._lines.get()
+            # A full disk or a closed pipe loses lines of the log, not requests.
+            with suppress(OSError, ValueError):
+                self._file.write(line)
+                self._file.flush()
+            self._lines.task_done()
 
 
 @dataclass(eq=False)
@@ -150,20 +226,21 @@ class Door:
 
     keys: API keys; None admits everybody.
     origins: origins of web pages that may use the gateway, in addition to its own.
-    log: file for the access log, with one JSON object per line.
+    log: the access log, with one JSON object per line.
     """
 
     app: App
-    keys: Keys | None
+    keys: KeyFile | Keys | None
     limit: RateLimit | None
     origins: frozenset[str]
     metrics: GatewayMetrics
-    log: TextIO = sys.stdout
+    log: AccessLog | TextIO = field(default_factory=lambda: AccessLog(sys.stdout))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one HTTP request. Pass other ASGI scopes, such as "lifespan", to `app`."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
+            self.log.flush()
             return
         visit = Visit(uuid.uuid4().hex)
         scope.setdefault("state", {})["visit"] = visit
@@ -188,7 +265,12 @@ class Door:
                 self._check(scope, visit)
             except ApiError as error:
                 visit.code = error.code
-                await error_response(error)(scope, body, sending)
+                response = error_response(error)
+                origin = dict(scope["headers"]).get(b"origin", b"").decode("latin-1")
+                if origin in self.origins:  # Otherwise, the page could not read the error.
+                    response.headers["access-control-allow-origin"] = origin
+                    response.headers["vary"] = "Origin"
+                await response(scope, body, sending)
             else:
                 await self.app(scope, body, sending)
         finally:
@@ -201,8 +283,10 @@ class Door:
 
     def _check(self, scope: Scope, visit: Visit) -> None:
         headers = {name.decode("latin-1"): value for name, value in scope["headers"]}
-        if sum(name == b"host" for name, _ in scope["headers"]) > 1:
-            raise ApiError("INVALID_ARG", "the request has more than one Host header; send one")
+        for single in ("Host", "Authorization"):
+            if sum(name == single.lower().encode() for name, _ in scope["headers"]) > 1:
+                refusal = f"the request has more than one {single} header; send one"
+                raise ApiError("INVALID_ARG", refusal)
         host = _host(headers.get("host", b"").decode("latin-1"))
         # Without keys, this prevents DNS rebinding by web pages.
         if self.keys is None and not is_local(host):
@@ -217,20 +301,17 @@ class Door:
         if path == "/" or any(path == open or path.startswith(f"{open}/") for open in OPEN_PATHS):
             return
         if self.keys is not None and scope["method"] != "OPTIONS":
-            visit.tenant = self._tenant(headers.get("authorization", b""))
+            keys = self.keys.current() if isinstance(self.keys, KeyFile) else self.keys
+            try:
+                visit.tenant = _tenant(keys, headers.get("authorization", b""))
+            except ApiError:
+                # All wrong keys share one bucket, because addresses can be many.
+                if self.limit is not None:
+                    self.limit.count(WRONG_KEYS)
+                raise
+            visit.isolated = keys.several_tenants
         if self.limit is not None and path.startswith(API):
             self.limit.count(visit.tenant)
-
-    def _tenant(self, authorization: bytes) -> str:
-        assert self.keys is not None
-        scheme, _, key = authorization.decode("latin-1").partition(" ")
-        if scheme.lower() != "bearer" or not key:
-            remedy = "send the header Authorization: Bearer KEY"
-            raise ApiError("UNAUTHENTICATED", f"the API key is missing; {remedy}")
-        tenant = self.keys.tenant(key.strip())
-        if tenant is None:
-            raise ApiError("UNAUTHENTICATED", "the API key is not known")
-        return tenant
 
     def _write(self, scope: Scope, visit: Visit, status: int, seconds: float) -> None:
         client = scope.get("client")
@@ -240,7 +321,7 @@ class Door:
             "client": client[0] if client else None,
             "tenant": visit.tenant,
             "method": scope["method"],
-            "path": scope["path"],
+            "path": scope["path"][:MAX_LOGGED_PATH],
             "status": status,
             "seconds": round(seconds, 4),
             "model": visit.model,
@@ -250,7 +331,18 @@ class Door:
             "code": visit.code,
         }
         present = {key: value for key, value in line.items() if value is not None}
-        print(json.dumps(present), file=self.log, flush=True)
+        self.log.write(json.dumps(present) + "\n")
+
+
+def _tenant(keys: Keys, authorization: bytes) -> str:
+    scheme, _, key = authorization.decode("latin-1").partition(" ")
+    if scheme.lower() != "bearer" or not key:
+        remedy = "send the header Authorization: Bearer KEY"
+        raise ApiError("UNAUTHENTICATED", f"the API key is missing; {remedy}")
+    tenant = keys.tenant(key.strip())
+    if tenant is None:
+        raise ApiError("UNAUTHENTICATED", "the API key is not known")
+    return tenant
 
 
 def _host(header: str) -> str:

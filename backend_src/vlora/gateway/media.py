@@ -155,6 +155,12 @@ class PublicNetwork(httpcore2.AsyncNetworkBackend):
         await self._backend.sleep(seconds)
 
 
+# Networks of IANA's registries of special addresses that older versions of `ipaddress` lack.
+SPECIAL = tuple(
+    map(ipaddress.ip_network, ("192.0.0.0/24", "192.88.99.0/24", "3fff::/20", "5f00::/16"))
+)
+
+
 def is_public(address: str) -> bool:
     """Return whether an IP address belongs to the public Internet."""
     ip = ipaddress.ip_address(address.partition("%")[0])
@@ -167,4 +173,6 @@ def is_public(address: str) -> bool:
             return is_public(str(inner))
         if ip not in UNICAST6:
             return False
+    if any(ip in network for network in SPECIAL if network.version == ip.version):
+        return False
     return ip.is_global and not ip.is_multicast

@@ -14,7 +14,7 @@ from vlora.errors import InvalidArgument, nearest, shown
 from vlora.gateway.errors import ApiError, invalid, unsupported, wrong_value
 from vlora.gateway.messages import MAX_HINT_LENGTH, Conversation, check_keys, read_messages
 from vlora.sampling import KNOWN_KEYS, REFUSED
-from vlora.strict_json import is_text, load_object
+from vlora.strict_json import Range, is_text, load_object
 from vlora.structured.structure import KINDS, MAX_DEPTH, STRUCTURE_KEYS
 from vlora.vision.prompts import RAW_TASK
 
@@ -27,6 +27,11 @@ MAX_TOP_LOGPROBS = 20
 # fast models: sending one token alone takes as much time in the gateway and in the server as
 # sending ten tokens together.
 DEFAULTS: Mapping[str, Any] = {"temperature": 0, "stream_interval_ms": 20}
+
+# Priorities at a gateway with several tenants, none of whom may go before the others.
+TENANTS_PRIORITY = Range(
+    0, 2**31 - 1, "a whole number from 0 to 2147483647, because others use this gateway", whole=True
+)
 
 # Fields that are accepted with any value, because they never change an answer here.
 NO_EFFECT = frozenset(
@@ -182,6 +187,15 @@ def read_completion(body: Mapping[str, Any]) -> Ask:
     model, task, conversation = _model(given), _text(given, "task"), Conversation(str(prompt))
     stream, usage = _boolean(given, "stream"), _include_usage(given)
     return Ask(False, model, conversation, task, sampling, stream, usage, logprobs)
+
+
+def of_tenant(sampling: Mapping[str, Any], tenant: str) -> dict[str, Any]:
+    """Return the sampling parameters as those of one of several tenants. Raises ApiError."""
+    try:
+        TENANTS_PRIORITY("priority", sampling.get("priority", 0))
+    except InvalidArgument as error:
+        raise invalid("priority", error.message) from None
+    return {**sampling, "cache_salt": tenant}
 
 
 def _checked(body: Mapping[str, Any], known: frozenset[str], what: str) -> dict[str, Any]:

@@ -42,6 +42,7 @@ class BlockDigests:
     feature_row: [n] row of the features at each position of the prompt, or NO_IMAGE.
     features: for the embedding and each level, [rows, hidden] image features of the prompt.
     positions: [3, n] rotary positions of the prompt; None if they are the tokens' indices.
+    salt: name of the tenant, whose blocks no other tenant shares.
     """
 
     def __init__(
@@ -50,11 +51,13 @@ class BlockDigests:
         feature_row: torch.Tensor,
         features: Sequence[torch.Tensor] = (),
         positions: torch.Tensor | None = None,
+        salt: str | None = None,
     ) -> None:
         self.block = block
         self._feature_row = feature_row.numpy()
         self._features = [level.contiguous().numpy() for level in features]
         self._positions = None if positions is None else positions.numpy()
+        self._salt = b"" if salt is None else salt.encode()
         self._digests: list[bytes] = []
 
     def up_to(self, tokens: Sequence[int], length: int) -> list[bytes]:
@@ -62,7 +65,7 @@ class BlockDigests:
         blocks = length // self.block
         while len(self._digests) < blocks:
             start = len(self._digests) * self.block
-            state = hashlib.sha256(self._digests[-1] if start else b"")
+            state = hashlib.sha256(self._digests[-1] if start else self._salt)
             state.update(np.asarray(tokens[start : start + self.block], np.int64).tobytes())
             rows = self._feature_row[start : start + self.block]
             image_rows = rows[rows != NO_IMAGE]

@@ -51,7 +51,8 @@ IMAGE_INPUTS = ("image", "frames", "frames_raw")
 INPUTS = ("text_input", *IMAGE_INPUTS, "task", "metadata", "sampling_parameters")
 # Tensor with the version of the adapter applied to the vision tower.
 ADAPTER_VERSION = "image_adapter"
-FRESHNESS_KEYS = ("deadline_ms", "stream_id", "supersede")  # They have an effect before the engine.
+# Sampling keys that have an effect before the engine.
+FRESHNESS_KEYS = ("deadline_ms", "stream_id", "supersede", "cache_salt")
 DEFAULT_TASK = "vqa"  # Task of an ensemble's request if neither it nor its adapter names one.
 
 # Outputs that a request gets only if its input `return_…` is true.
@@ -153,8 +154,7 @@ def read_call(
 
 def freshness_of(sampling: Mapping[str, Any], arrival: float) -> Freshness:
     """Return the freshness of a request with these sampling keys. Raises InvalidArgument."""
-    params = SamplingParams.parse(freshness_keys(sampling))
-    return Freshness(arrival, params.deadline_ms, params.stream_id, params.supersede)
+    return Freshness.of(SamplingParams.parse(freshness_keys(sampling)), arrival)
 
 
 def freshness_keys(sampling: Mapping[str, Any]) -> dict[str, Any]:

@@ -104,6 +104,7 @@ class LmmService(Service):
         self._check_open()
         self._engine.admit(request, bytes_of(tensors))
         call = read_call(tensors, parameters, self._limits, self._stamps.read(tensors))
+        self._engine.share(request, call.freshness.cache_salt)
         if call.raw_images or len(call.text) > LONG_PROMPT or is_structured(call):
             pool = self._structured if is_structured(call) else self._pool
             work = partial(self._encode_then_submit, request, call)

@@ -63,6 +63,7 @@ class LmmUnaryService(Service):
         arrival = self._stamps.read(tensors)
         sampling = read_sampling(Inputs(tensors), parameters, self._limits)
         freshness = freshness_of(sampling, arrival)
+        self.table.share(request, freshness.cache_salt, self._max_requests - len(self.table) + 1)
         work = partial(self._relay, request, inner_request(tensors, sampling))
         self._wait_for(self._pool, request, freshness, work)
 

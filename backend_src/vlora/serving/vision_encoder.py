@@ -120,6 +120,7 @@ class VisionService(Service):
         self.table.add(request, bytes_of(images))
         sampling = read_sampling(Inputs(tensors), parameters, self._limits)
         freshness = freshness_of(sampling, arrival)
+        self.table.share(request, freshness.cache_salt, self._max_requests - len(self.table) + 1)
         images_to_decode = read_images(tensors, self._limits)
         adapter = adapter_name(sampling)
         # The decoder has the images until it drops them, even if the request ends before.
@@ -135,7 +136,8 @@ class VisionService(Service):
             if not found:
                 with self._part_lock:
                     part = self._part_of(adapter)
-                found.append(self._encoder.receive(part, hold))
+                salt = request.freshness.cache_salt
+                found.append(self._encoder.receive(part, hold, salt))
             return found[0]
 
         def hold(size: int) -> None:

@@ -64,27 +64,31 @@ class Grammars:
         self._limits = limits
         self.counters = GrammarCounters()
         self._lock = threading.Lock()
-        self._entries: dict[Structure, _SharedGrammar] = {}  # Least recently used first.
+        # Entries by structure and tenant, least recently used first.
+        self._entries: dict[tuple[Structure, str | None], _SharedGrammar] = {}
         self._regular = threading.Semaphore(PLACES)
         self._long = threading.Semaphore(PLACES)
         self._ends = ThreadPoolExecutor(1, thread_name_prefix="grammar-ends")
         self._server: ForkServer | None = None
         self._closed = False
 
-    def acquire(self, structure: Structure) -> Grammar:
+    def acquire(self, structure: Structure, tenant: str | None = None) -> Grammar:
         """Return the compiled grammar of a structure, to be released. A new one is compiled first.
+
+        tenant: requests of other tenants do not share the grammar.
 
         Raises InvalidArgument for a structure that is invalid or too expensive, Unsupported if this
         server cannot compile grammars, and Unavailable if too many are in use.
         """
         self.check(structure)
+        key = structure, tenant
         with self._lock:
-            entry = self._entries.pop(structure, None)
+            entry = self._entries.pop(key, None)
             is_new = entry is None or entry.ended
             if entry is None or is_new:
-                self._make_room()
+                self._make_room(tenant)
                 entry = _SharedGrammar()
-            self._entries[structure] = entry
+            self._entries[key] = entry
             entry.users += 1
         if is_new:
             self._compile_into(entry, structure)
@@ -92,18 +96,18 @@ class Grammars:
             return entry.compiled.result()
         except BaseException:
             with self._lock:
-                if self._entries.get(structure) is entry:
-                    del self._entries[structure]
+                if self._entries.get(key) is entry:
+                    del self._entries[key]
             raise
 
-    def release(self, structure: Structure, grammar: Grammar) -> None:
+    def release(self, structure: Structure, grammar: Grammar, tenant: str | None = None) -> None:
         with self._lock:
-            entry = self._entries.get(structure)
+            entry = self._entries.get((structure, tenant))
             if entry is None or entry.grammar is not grammar:
                 return  # The grammar has ended and was replaced.
             entry.users -= 1
             if entry.users == 0 and grammar.ended:
-                del self._entries[structure]
+                del self._entries[structure, tenant]
             idle = [key for key, other in self._entries.items() if not other.users]
             for key in idle[: max(0, len(idle) - MAX_IDLE)]:
                 self._entries.pop(key).compiled.result().end()
@@ -136,11 +140,15 @@ class Grammars:
             server.close()
         self._ends.shutdown()
 
-    def _make_room(self) -> None:
+    def _make_room(self, tenant: str | None) -> None:
         """End the least recently used idle grammar at the limit, or raise Unavailable."""
         if self._closed:
             raise Unavailable("the server is shutting down")
         count, limit = len(self._entries), self._limits.max_grammars
+        used = [owner for (_, owner), entry in self._entries.items() if entry.users]
+        # A tenant may use as many as are left for all others.
+        if tenant is not None and (own := used.count(tenant)) >= limit - len(used):
+            raise Unavailable(f"the tenant's share of 'max_grammars' is full: {own} structures")
         if count < limit:
             return
         idle = next((key for key, entry in self._entries.items() if not entry.users), None)

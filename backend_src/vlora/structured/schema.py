@@ -38,7 +38,8 @@ BOUNDS = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum"
 def prepared(text: str) -> str:
     """Return the schema for llguidance. Raises ValueError."""
     root = json.loads(text)
-    root.pop("x-guidance", None)  # An unknown keyword, which would replace OPTIONS.
+    if "x-guidance" in root:
+        raise ValueError("'x-guidance' would replace the server's options; leave it out")
     nodes = _reachable(root)
     merged = any(key in node for node in nodes for key in MERGING)
     every_name = {name for node in nodes for name in _names(node)} if merged else set()

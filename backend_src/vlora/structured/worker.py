@@ -25,6 +25,9 @@ from vlora.structured import messages, schema
 
 # llguidance's drawing of an error in an expression.
 REGEX_ERROR = re.compile(r"regex parse error:\n *(.*)\n[ ^]*\nerror: (.*)")
+# Literals and comments of llguidance's dialect of Lark. Elsewhere, `<` begins a special token.
+LITERAL = re.compile(r'"(?:\\.|[^"\\])*"|/(?![/*])(?:\\.|[^/\\\n])+/|(?://|#)[^\n]*', re.DOTALL)
+ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")
 STACK_BYTES = 8 * 1024**2  # A process whose recursion needs more is ended.
 
 
@@ -177,7 +180,20 @@ def _grammar(kind: str, text: str) -> str:
         return llguidance.LLMatcher.grammar_from_json_schema(prepared, schema.OPTIONS)
     if kind == "regex":
         return llguidance.LLMatcher.grammar_from_regex(text)
+    _check_lark(text)
     return llguidance.LLMatcher.grammar_from_lark(text)
+
+
+def _check_lark(text: str) -> None:
+    """Raise ValueError for a grammar that reaches special tokens or the server's options."""
+    if text.lstrip().startswith("{"):
+        raise ValueError("a grammar must be Lark, not JSON")
+    if "<" in LITERAL.sub(" ", text):
+        raise ValueError("special tokens such as <[3]> cannot be in a grammar; quote a text")
+    for literal in LITERAL.findall(text):
+        # A name may be written with escapes.
+        if ESCAPE.sub(lambda escape: chr(int(escape[1], 16)), literal) == '"x-guidance"':
+            raise ValueError("'x-guidance' would replace the server's options; leave it out")
 
 
 def _one_line(message: str) -> bytes:

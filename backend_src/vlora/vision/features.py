@@ -41,6 +41,7 @@ TARGET_BATCH_SECONDS = 0.05
 # deadline of a health probe. Images are counted when a call ends. If no images are counted within
 # the deadline, the probe reports that the encoder hangs.
 MAX_CALL_SECONDS = 1.0
+DIGEST_CHARACTERS = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +52,7 @@ class EncodedImages:
     layout: int32 [n, 6] with the columns first row, rows, t, h, w, is_video, as in `ImageFeatures`.
         h and w are in patches.
     size: int32 [n, 2], original height and width in pixels.
-    digests: keys of the images in the cache, in hex, in order.
+    digests: keys of the images in the cache, in hex and without a salt, in order.
     adapter_version: version of the adapter that was applied to the tower; "" if none was.
     """
 
@@ -66,6 +67,7 @@ class ReadyImage(NamedTuple):
     """An image whose decoded pixels are no longer needed.
 
     prepared: the image without pixels.
+    key: digest of the image in DIGEST_CHARACTERS of hex, followed by the tenant's salt, if any.
     part: vision part of the adapter, or None.
     features: its features if they were cached; else `pixels` are those for the tower.
     """
@@ -201,30 +203,39 @@ class EncoderService:
         return replace(self._counters, evictions=cache.evictions, bytes=cache.used)
 
     def run(
-        self, batch: Sequence[Sequence[DecodedImage]], parts: Sequence[VisionPart | None] = ()
+        self,
+        batch: Sequence[Sequence[DecodedImage]],
+        parts: Sequence[VisionPart | None] = (),
+        salts: Sequence[str | None] = (),
     ) -> list[EncodedImages]:
         """Return the encoded images of each request of `batch`. A request may have none.
 
         parts: vision part of each request's adapter; () if no adapter has one.
+        salts: tenant of each request, whose features no other tenant shares; () without tenants.
 
         Raises the encoder's VLoraError, or Internal for any other exception of the encoder.
         """
+        nothing = [None] * len(batch)
         ready = [
-            [self.ready(one, part) for one in self._encoder.prepare(images)]
-            for images, part in zip(batch, parts or [None] * len(batch), strict=True)
+            [self.ready(one, part, salt) for one in self._encoder.prepare(images)]
+            for images, part, salt in zip(batch, parts or nothing, salts or nothing, strict=True)
         ]
         features = iter(self.encode([image for request in ready for image in request]))
         return [self.assemble(request, [*islice(features, len(request))]) for request in ready]
 
     def receive(
-        self, part: VisionPart | None, hold: Callable[[int], None] = lambda size: None
+        self,
+        part: VisionPart | None,
+        hold: Callable[[int], None] = lambda size: None,
+        salt: str | None = None,
     ) -> RequestImages:
         """Return the images of a new request, for its pictures.
 
         part: vision part of its adapter.
         hold: called with the bytes of each image for the tower. May raise a VLoraError.
+        salt: its tenant, whose features no other tenant shares.
         """
-        return RequestImages(self, part, hold)
+        return RequestImages(self, part, hold, salt)
 
     def plan(self, sizes: Sequence[PictureSize]) -> list[PreparedImage]:
         """Return the images of one request before its pictures are decoded.
@@ -237,10 +248,13 @@ class EncoderService:
             raise prompt_too_long(tokens, self._context, "image tokens", int(self._context))
         return planned
 
-    def ready(self, prepared: PreparedImage, part: VisionPart | None) -> ReadyImage:
+    def ready(
+        self, prepared: PreparedImage, part: VisionPart | None, salt: str | None
+    ) -> ReadyImage:
         """Return what the tower needs of an image with pixels."""
         image = prepared.image
-        key = _key(image, part, self._encoder.tower_digest)
+        # A salt can have any content, so a key that begins with the digest stays unambiguous.
+        key = _key(image, part, self._encoder.tower_digest) + (salt or "")
         features = self._cache.get(key)
         pixels = self._encoder.preprocess(image) if features is None else None
         size = PictureSize(image.rgb.shape[0], image.width, image.is_video)
@@ -321,7 +335,7 @@ class EncoderService:
             features=np.concatenate([empty, *features]),
             layout=np.array(layout, np.int32).reshape(-1, 6),
             size=np.array(size, np.int32).reshape(-1, 2),
-            digests=tuple(image.key for image in images),
+            digests=tuple(image.key[:DIGEST_CHARACTERS] for image in images),
             adapter_version=next((image.part.version for image in images if image.part), ""),
         )
 
@@ -345,9 +359,14 @@ class RequestImages:
     """
 
     def __init__(
-        self, service: EncoderService, part: VisionPart | None, hold: Callable[[int], None]
+        self,
+        service: EncoderService,
+        part: VisionPart | None,
+        hold: Callable[[int], None],
+        salt: str | None,
     ) -> None:
         self._service = service
+        self._salt = salt
         self._hold = hold
         self._part = part
         self._sizes: list[PictureSize] = []
@@ -379,7 +398,7 @@ class RequestImages:
             return False
         rgb = stacked(self._parts, image.height, image.width)
         prepared = prepared._replace(image=replace(image, rgb=rgb))
-        ready = self._service.ready(prepared, self._part)
+        ready = self._service.ready(prepared, self._part, self._salt)
         self._hold(ready.nbytes)
         self.images.append(ready)
         self.pictures += len(self._parts)
