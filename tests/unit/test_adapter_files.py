@@ -32,6 +32,7 @@ from tests.support.small_adapter import (
     write_small_adapter,
 )
 from vlora.adapters.catalog import find_folders
+from vlora.adapters.errors import ErrorFactory
 from vlora.adapters.files import describe_adapter, load_adapter
 from vlora.adapters.model_shape import HEADS, LAYOUTS, LM_HEAD, ModelShape
 from vlora.adapters.peft import TensorKey, UnknownKey, parse_key
@@ -311,6 +312,7 @@ def test_a_head_that_does_not_fit_is_rejected(
         ({"target_modules": "all-linear", "layers_to_transform": [0]}, "with a 'target_modules'"),
         ({"layers_pattern": "layers"}, "without 'layers_to_transform'"),
         ({"layers_to_transform": "0"}, "layers_to_transform = '0'"),
+        ({"layers_to_transform": 1.5}, "layers_to_transform = 1.5"),
         ({"layers_to_transform": [0, None]}, "layers_to_transform = [0, None]"),
         ({"layers_to_transform": [0, 1], "layers_pattern": "("}, "is not a regular expression"),
         ({"exclude_modules": {"a": 1}}, "exclude_modules = {'a': 1}"),
@@ -539,3 +541,9 @@ def test_a_key_of_megabytes_takes_no_time() -> None:
         with pytest.raises(UnknownKey):
             parse_key(long, MODEL)
     assert time.process_time() - started < 10
+
+
+def test_a_file_without_permission_is_reported_with_the_remedy() -> None:
+    unreadable = ErrorFactory("cars", "adapter_model.safetensors").unreadable
+    assert "chmod a+r" in str(unreadable(PermissionError(13, "Permission denied")))
+    assert "Input/output error" in str(unreadable(OSError(5, "Input/output error")))

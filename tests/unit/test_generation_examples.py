@@ -166,6 +166,12 @@ def test_a_teacher_labels_each_image_once_even_if_it_is_stopped(data: Path) -> N
     with remembered(other, counted, file) as label:
         read_examples(other, label)
     assert len(asked) == 120
+    stored = file.read_text()
+    with remembered(item, counted, file):
+        pass
+    assert file.read_text() == stored, (
+        "another teacher without a new answer dropped the stored ones"
+    )
 
 
 def test_answers_are_saved_while_the_teacher_still_labels(data: Path) -> None:

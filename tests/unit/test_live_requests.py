@@ -11,6 +11,7 @@ from tests.support.fakes import Clock, FakeRegistry
 from vlora.errors import Cancelled, InvalidArgument, Unavailable
 from vlora.live_requests import LiveRequest, RequestTable
 from vlora.request import Freshness
+from vlora.server_run import RUN_VARIABLE
 from vlora.serving.arrivals import ARRIVAL_INPUT, MAX_AGE_SECONDS, ArrivalStamps, shared_key
 from vlora.serving.service import WaitingExporter
 from vlora.serving.tensors import Array, strings
@@ -154,6 +155,15 @@ def test_another_model_of_the_server_reads_the_arrival(tmp_path: Path) -> None:
     assert read(engine, encoder.make(42.5)) == 42.5
     assert [path.name for path in tmp_path.iterdir()] == ["arrival.key"]
     assert (tmp_path / "arrival.key").stat().st_mode & 0o077 == 0
+
+
+def test_models_stamp_only_under_a_server_with_a_run_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(RUN_VARIABLE, raising=False)
+    assert not ArrivalStamps.of_this_server().make(42.5)[0]
+    monkeypatch.setenv(RUN_VARIABLE, str(tmp_path))
+    assert ArrivalStamps.of_this_server().make(42.5)[0]
 
 
 def test_a_stamp_that_was_not_made_by_the_server_is_refused() -> None:

