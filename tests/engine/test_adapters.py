@@ -83,3 +83,16 @@ def test_an_adapter_that_does_not_fit_the_pool_is_refused_with_both_sizes(
     engine = engine_of(checkpoint, twelve, kv_cache_tokens=64, adapter_pool_bytes=0)
     with pytest.raises(InvalidArgument, match=r"adapter 'a02' needs \d+ pages .* pool has 4"):
         engine.prepare(request("r", adapter="a02"))
+
+
+def test_an_evicted_adapter_is_unmerged_but_another_one_stays_live(
+    checkpoint: Path, twelve: Path
+) -> None:
+    engine = engine_of(checkpoint, twelve, policy="predictive")
+    run_in_order(engine, *burst(engine))
+    live, other, *_ = engine.adapters.resident
+    engine.switcher.switch(live)
+    engine._on_evict(other, engine.adapters.resident[other])
+    assert engine.switcher.live == live
+    engine._on_evict(live, engine.adapters.resident[live])
+    assert engine.switcher.live == -1

@@ -388,6 +388,16 @@ def test_the_first_sequence_of_each_adapter_is_found_in_order_of_arrival(
         assert list(queue.first_of_each_adapter().items()) == list(expected.items())
 
 
+def test_a_preempted_sequence_goes_on_with_the_version_with_which_it_began() -> None:
+    sequence = make_sequence(PagePool(100), "a", 8, slot=0)
+    first = sequence.adapter
+    sequence.begin()
+    sequence.leave()
+    sequence.adapter = resident_adapter(1)
+    sequence.begin()
+    assert sequence.held_adapter is first is not sequence.adapter
+
+
 def busy_scheduler(policy: str, waiting: int, kinds: str) -> Scheduler:
     """Return a scheduler with 64 running requests and a queue.
 
