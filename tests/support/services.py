@@ -192,7 +192,9 @@ class FakeEncoder:
     def count_group(self, requests: int) -> None:
         self.groups.append(requests)
 
-    def receive(self, part: VisionPart | None, hold: Callable[[int], None]) -> Any:
+    def receive(
+        self, part: VisionPart | None, hold: Callable[[int], None], salt: str | None
+    ) -> Any:
         return SimpleNamespace(images=[])
 
     def encode(self, images: Sequence[DecodedImage]) -> list[str]:
