@@ -111,7 +111,8 @@ def test_the_table_shows_the_cost_of_each_rank(checkpoint: Path, adapters_dir: P
     by_rank = [cost.packed_bytes for cost in plan.examples if cost.name.endswith("all")]
     assert by_rank == sorted(by_rank)
     options = Options(model=checkpoint, feature_cache_bytes=1 << 30)
-    others = capacity.others_bytes(options)
+    assert capacity.private_bytes() > 100 << 20
+    others = capacity.others_bytes(options, 200 << 20)
     # An encoder and two smaller models of at least 100 MiB each besides the cache.
     assert (1 << 30) + (400 << 20) < others < (1 << 30) + (2000 << 20)
     alone, all_ = (capacity.plan(options, {}, 1 << 31, others_bytes=one) for one in (0, others))

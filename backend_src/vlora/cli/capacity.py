@@ -35,7 +35,7 @@ def capacity(
     The exit status is 1 if no memory is left for KV-cache pages.
     """
     # Imported here because they import torch.
-    from vlora.engine.capacity import others_bytes, plan, process_bytes
+    from vlora.engine.capacity import others_bytes, plan, private_bytes, process_bytes
     from vlora.model.weight_files import check_files
 
     with common.report_errors():
@@ -43,7 +43,7 @@ def capacity(
         options = configured.options
         check_files(options.model)
         own, available = process_bytes(options), int(memory * GIB)
-        others = others_bytes(options)
+        others = others_bytes(options, private_bytes())
         result = plan(options, configured.names, available, own, others_bytes=others)
         console.print(_parts_table(result))
         if not result.pages:

@@ -249,13 +249,17 @@ def process_bytes(options: Options) -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def others_bytes(options: Options) -> int:
+def private_bytes() -> int:
+    """Return the bytes that only this process has, the measure of those of small models."""
+    rollup = Path("/proc/self/smaps_rollup").read_text()
+    return sum(int(size) for size in re.findall(r"Private_\w+: +(\d+) kB", rollup)) << 10
+
+
+def others_bytes(options: Options, private: int) -> int:
     """Return about the bytes of a server's processes besides `lmm`, with a full feature cache.
 
-    Call it after `process_bytes`, since this process is the measure of those of other models.
+    private: `private_bytes` of a process after `process_bytes`.
     """
-    rollup = Path("/proc/self/smaps_rollup").read_text()
-    private = sum(int(size) for size in re.findall(r"Private_\w+: +(\d+) kB", rollup)) << 10
     config, stored = load_config(options.model), 0
     for file in weight_files(options.model):
         opened = open_weights(file)

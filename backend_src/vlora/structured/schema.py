@@ -37,6 +37,13 @@ BOUNDS = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum"
 
 def prepared(text: str) -> str:
     """Return the schema for llguidance. Raises ValueError."""
+    try:
+        return _prepared(text)
+    except RecursionError:
+        raise ValueError("the schema is nested too deeply") from None
+
+
+def _prepared(text: str) -> str:
     root = json.loads(text)
     if "x-guidance" in root:
         raise ValueError("'x-guidance' would replace the server's options; leave it out")
