@@ -123,8 +123,8 @@ _NUMBER = re.compile(r"\b(?:os error|Error code) (\d+)")
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether the cause of a failure lies outside the adapter's files. The first error
-    number in the chain of causes decides; lack of memory and an OSError without one are transient.
+    """Return whether a failure has its cause outside the adapter's files: lack of memory, or an OS
+    error whose number is missing or not in `CONTENT_ERRNOS`. The first cause of these decides.
     """
     cause: BaseException | None = error
     while cause is not None:

@@ -255,7 +255,7 @@ class PeftConfig:
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
     def targets(self, paths: Sequence[str]) -> bool:
-        """Return whether PEFT would add a LoRA to the module with these paths."""
+        """Return whether PEFT would add a LoRA to the module under any of its paths."""
         return any(self._targets(path) for path in paths)
 
     def _by_pattern(self, patterns: Mapping[str, T], paths: Sequence[str], default: T) -> T:

@@ -356,20 +356,21 @@ class AdapterTiers:
         self.count(host_evictions=evicted)
 
     def pack(self, handle: AdapterHandle, submit: SubmitJob, kv_pages: int = 0) -> bool:
-        """Begin to pack an adapter in memory into a slot and pages, which are its own from now on.
+        """Give an adapter in host memory a slot and pages, and begin to pack it into them.
 
-        submit: runs its first argument, which writes the packed copies, on any thread, and then
-            calls its second argument on the engine's thread. After an error, call `undo` or `fail`.
+        submit: runs its first argument, which writes the packed copy, on any thread, and then calls
+            its second on the engine's thread. If the first fails, the caller of `pack` must call
+            `undo` or `fail` instead.
 
-        Returns False if the pool has too few pages for the adapter and for `kv_pages` pages of keys
-        and values.
+        Returns False if the pool has too few pages for the adapter and `kv_pages` pages of keys and
+        values.
         """
         assert handle.adapter is not None
         pages = self.pages_of(handle)
         if not self.pool.can_allocate_run(pages, kv_pages):
             return False
         self.host.use(handle)
-        # If the run evicts an adapter, the host copy that is to be packed must not be dropped.
+        # Allocating may evict other adapters, which must not drop this one's host copy.
         handle.hold()
         run = self.pool.allocate_run(pages)
         handle.release()

@@ -227,20 +227,20 @@ class Calibration:
 
     def _add_attention(self, profile: Profile) -> Profile:
         """Measure `position`, `pair` and `answer` by pairs of steps that differ in the context."""
-        steps = self.steps
-        largest = profile.products[-1][0]
+        steps, short, largest = self.steps, SHORT_CONTEXT, profile.products[-1][0]
         requests = min(DECODE_REQUESTS, largest)
         rows = max(1, min(CHUNK_ROWS, largest, self.max_context - 1, steps.max_context(1) - 1))
-        short = SHORT_CONTEXT
         long = min(LONG_CONTEXT, self.max_context - rows, steps.max_context(requests) - rows)
         if long <= short:
             return profile
         decode = [steps.step([BASE] * requests, 1, context) for context in (short, long)]
         chunk = [steps.step([BASE], rows, context) for context in (short, long)]
+        # One more token of context adds `position` and, for each row of the request, `pair`.
         per_decode_row = (decode[1] - decode[0]) / (requests * (long - short))
         per_chunk = (chunk[1] - chunk[0]) / (long - short)
         pair = max(0.0, (per_chunk - per_decode_row) / max(1, rows - 1))
         profile = replace(profile, position=max(0.0, per_decode_row - pair), pair=pair)
+        # The steps that measured `products` include the attention of their rows to each other.
         costs = CostModel(profile, _no_size)
         knots = [(n, seconds - costs.attention(n, 0)) for n, seconds in profile.products]
         profile = replace(profile, products=_ascending(knots))
@@ -249,28 +249,28 @@ class Calibration:
         return replace(profile, answer=max(0.0, rest / requests))
 
     def _add_adapters(self, profile: Profile) -> Profile:
-        """Measure `lora_calls` and the two fields `adapter_element…`."""
-        sizes = self.sizes
-        count = min(DISTINCT_ADAPTERS, profile.products[-1][0])
-        largest = sorted(self.slots, key=lambda slot: -sizes(slot).factors)[:count]
-        rows = min(CHUNK_ROWS, profile.products[-1][0])
-        if not largest or rows < 2:
+        """Measure `lora_calls` (c), `adapter_element` (e) and `adapter_element_row` (r).
+
+        Adapters of n elements in all, each applied to R rows, add c + n · (e + R · r) to a step.
+        """
+        most_rows = profile.products[-1][0]
+        rows = min(CHUNK_ROWS, most_rows)
+        elements = {slot: self.sizes(slot).factors for slot in self.slots}
+        by_size = sorted(self.slots, key=lambda slot: -elements[slot])
+        several = by_size[: min(DISTINCT_ADAPTERS, most_rows)]
+        if not several or rows < 2:
             return profile
-        smallest = min(self.slots, key=lambda slot: sizes(slot).factors)
-        small = sizes(smallest).factors
-        large = sum(sizes(slot).factors for slot in largest)
-        one, distinct = self._above_base([smallest], 1), self._above_base(largest, 1)
-        per_element = max(0.0, distinct - one) / (large - small) if large > small else 0.0
-        calls = max(0.0, one - per_element * small)
-        per_element = (distinct - calls) / large if distinct > calls else 0.0
-        all_rows = (self._above_base(largest[:1], rows) - calls) / sizes(largest[0]).factors
-        per_row = max(0.0, (all_rows - per_element) / (rows - 1))
-        return replace(
-            profile,
-            lora_calls=calls,
-            adapter_element=max(0.0, per_element - per_row),
-            adapter_element_row=per_row,
-        )
+        smallest = min(self.slots, key=lambda slot: elements[slot])
+        few, many = elements[smallest], sum(elements[slot] for slot in several)
+        # With one row each, the line through both measurements begins at c and has the slope e + r.
+        of_few, of_many = self._above_base([smallest], 1), self._above_base(several, 1)
+        slope = max(0.0, of_many - of_few) / (many - few) if many > few else 0.0
+        calls = max(0.0, of_few - slope * few)
+        slope = (of_many - calls) / many if of_many > calls else 0.0
+        slope_of_rows = (self._above_base(several[:1], rows) - calls) / elements[several[0]]
+        row = max(0.0, (slope_of_rows - slope) / (rows - 1))
+        element = max(0.0, slope - row)
+        return replace(profile, lora_calls=calls, adapter_element=element, adapter_element_row=row)
 
     def _above_base(self, slots: Sequence[int], rows: int) -> float:
         """Return the seconds that these adapters add to a step with `rows` rows per request."""

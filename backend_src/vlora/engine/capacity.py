@@ -222,7 +222,7 @@ def weights_bytes(config: DecoderConfig, itemsize: int, form: Format | None = No
     total += config.layers * (sum(padded_bytes(form, group, shapes) for group in GROUPS) - stored)
     head_form, head = lm_head_format(form, config), (config.vocabulary, config.hidden)
     if head_form is not None:
-        # The embedding that a tied LM head is made from is not quantized.
+        # If the head is tied, its quantized copy is added; the embedding stays as it is.
         total += head_form.matrix_bytes(*head) - (0 if config.tied else math.prod(head) * itemsize)
     return total
 

@@ -216,7 +216,7 @@ def fuse_next(
 
 
 def _open_adapter(goals: Goals, state: RunState, item: Item, trainer: Trainer) -> RunState:
-    """Train a new adapter for one item. If its promise is broken even then, it is unreachable."""
+    """Train a new adapter for one item. If it misses the goal, record the item as unreachable."""
     number = 1 + max((adapter.number for adapter in state.adapters), default=0)
     attempt = trainer.train(item, None, state.next_version)
     event = Event(item.name, number, attempt, broken_promises(goals, attempt.scores))

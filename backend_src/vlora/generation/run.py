@@ -230,10 +230,9 @@ def generate(
         for adapter in state.adapters:
             _write_folder(trainer, adapter, reached, folders[adapter.number])
     accelerator.wait_for_everyone()
-    return Outcome(
-        *(spec, options, state, trainer.goals, journal.base, reached, teachers, tuple(left_out)),
-        *(folders, {name: len(one.test) for name, one in splits.items()}),
-    )
+    tests = {name: len(one.test) for name, one in splits.items()}
+    settings = (spec, options, state, trainer.goals)
+    return Outcome(*settings, journal.base, reached, teachers, tuple(left_out), folders, tests)
 
 
 def _measured_and_ordered(

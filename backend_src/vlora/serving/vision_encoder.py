@@ -1,8 +1,8 @@
 """The `vision_encoder` model without Triton: a queue of requests with images to decode and encode.
 
 Images are decoded in parallel, and encoded in the order in which their requests are ready. Requests
-that are ready together are split into parts, one batch each, and answered while the next part is
-encoded (decision 18). A request with more images than a batch waits for others after each batch.
+that are ready together are split into batches, and answered while the next batch is encoded
+(decision 18). A request with more images than a batch waits for others after each batch.
 """
 
 from __future__ import annotations
@@ -51,9 +51,11 @@ class _Decoded:
     is_taken: bool = False
 
     @property
-    def left(self) -> int:
-        """Number of images to encode."""
+    def images_left(self) -> int:
         return len(self.images) - len(self.features)
+
+
+_Batch = list[tuple[_Decoded, Sequence[ReadyImage]]]  # Requests with images to encode together.
 
 
 class VisionService(Service):
@@ -62,7 +64,7 @@ class VisionService(Service):
     Inputs and answers have a batch dimension of 1 in front: image and frames are [1, n].
 
     max_requests: maximum number of requests in the queue.
-    before_answers: called before the answers of a part are sent.
+    before_answers: called before the answers of a batch are sent.
     part_of: returns an adapter's part for the vision tower, or None. May raise a VLoraError.
     """
 
@@ -161,10 +163,10 @@ class VisionService(Service):
             if arrived:
                 self._encoder.count_group(len(arrived))
             group += arrived
-            part = self._split(group)
-            self._encode_part(part)
+            batch = self._next_batch(group)
+            self._encode_batch(batch)
             # Those with further images go to the end, so that others need not wait for all of them.
-            group += [one for one, _ in part if one.left and one.error is None]
+            group += [one for one, _ in batch if one.images_left and one.error is None]
 
     def _take(self, decoded: _Decoded) -> bool:
         if decoded.is_taken or self.table.take(decoded.request):
@@ -196,9 +198,9 @@ class VisionService(Service):
                 until = following.request.freshness.arrival + COLLECT_SECONDS
             group.append(following)
 
-    def _split(self, group: list[_Decoded]) -> list[tuple[_Decoded, Sequence[ReadyImage]]]:
+    def _next_batch(self, group: list[_Decoded]) -> _Batch:
         """Remove the first requests. Return them with their next images, enough for one batch."""
-        part: list[tuple[_Decoded, Sequence[ReadyImage]]] = []
+        batch: _Batch = []
         free = self._encoder.images_per_batch
         while group and free:
             one = group.pop(0)
@@ -206,18 +208,19 @@ class VisionService(Service):
                 continue
             images = one.images[len(one.features) :][:free]
             free -= len(images)
-            part.append((one, images))
-        return part
+            batch.append((one, images))
+        return batch
 
-    def _encode_part(self, part: Sequence[tuple[_Decoded, Sequence[ReadyImage]]]) -> None:
+    def _encode_batch(self, batch: _Batch) -> None:
+        """Encode a batch. Answer those of its requests that are complete or have failed."""
         try:
-            features = iter(self._encoder.encode([image for _, images in part for image in images]))
-            for one, images in part:
-                one.features += itertools.islice(features, len(images))
+            encoded = iter(self._encoder.encode([image for _, images in batch for image in images]))
+            for one, images in batch:
+                one.features += itertools.islice(encoded, len(images))
         except BaseException as error:
-            for one, _ in part:
+            for one, _ in batch:
                 one.error = as_vlora_error(error, "encoding images")
-        done = [one for one, _ in part if one.error is not None or not one.left]
+        done = [one for one, _ in batch if one.error is not None or not one.images_left]
         for one in done:
             self.table.remove(one.request)
         if done:

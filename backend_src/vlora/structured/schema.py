@@ -80,7 +80,7 @@ def _reachable(root: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _target(root: Any, reference: Any) -> Any:
-    """Return what a reference like `#/a/b` refers to. Others refer to schemas in `$defs`."""
+    """Return what `#/a/b` refers to. Other references are to schemas in `$defs`, found anyway."""
     for key in unquote(reference).split("/")[1:] if isinstance(reference, str) else ():
         if isinstance(root, list):
             root = dict(enumerate(root)).get(int(key[:9]) if key.isdecimal() else -1)

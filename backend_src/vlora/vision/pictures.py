@@ -199,7 +199,7 @@ def _chunks_of_png(data: bytes) -> Iterator[tuple[bytes, int, int]]:
 
 
 def _text_size(kind: bytes, content: bytes) -> tuple[int, bool]:
-    """Return the bytes of a text that Pillow would hold, and whether it would accept so many."""
+    """Return the size in bytes of a text in Pillow's memory, and whether Pillow would accept it."""
     _, _, rest = content.partition(b"\0")
     if kind == b"tEXt" or (kind == b"iTXt" and rest[:1] == b"\0"):
         return len(content), True

@@ -75,10 +75,10 @@ class ReadPlan:
     """Plan to read some tensors of a file into one range of memory, by few calls.
 
     start: number of bytes in the file before the first tensor.
-    header: Python's `hash` of these bytes, which shows, in this process, a change of the file.
+    header: Python's `hash` of these bytes, by which this process notices a change of the file.
     keys: keys of the wanted tensors, in their order in memory.
-    targets: range (start, end) of each tensor in memory, in bytes, in the order of the file. Those
-        of unwanted tensors, which are not read, come after all others.
+    targets: range of bytes (start, end) in memory of each tensor, listed in the order of the file.
+        Unwanted tensors are not read. Their ranges begin where those of the wanted ones end.
     runs: (dtype, start, end) of contiguous wanted tensors with the same dtype, in bytes of memory.
     """
 

@@ -60,7 +60,7 @@ def clip_settings(folder: Path, processor: Any) -> Settings:
 
 
 def frame_size_of_qwen2(clips: Settings, frames: int, height: int, width: int) -> tuple[int, int]:
-    """Return the (height, width) of frames, to each of which the limits of pixels apply."""
+    """Return the (height, width) of frames. The limits of pixels apply to each frame."""
     smallest, largest = clips["size"]["shortest_edge"], clips["size"]["longest_edge"]
     if clips.get("cap_pixels_per_frame"):
         tokens = clips.get("max_video_tokens", 128_000)
@@ -71,22 +71,22 @@ def frame_size_of_qwen2(clips: Settings, frames: int, height: int, width: int) -
 
 
 def frame_size_of_qwen3(clips: Settings, frames: int, height: int, width: int) -> tuple[int, int]:
-    """Return the (height, width) of frames, to all of which the limits of pixels apply."""
+    """Return the (height, width) of frames. The limits of pixels apply to the sum of all frames."""
     smallest, largest = clips["size"]["shortest_edge"], clips["size"]["longest_edge"]
     factor = _factor(clips)
     frames = max(frames, FRAMES_PER_PAIR)
     if clips.get("cap_pixels_per_frame"):
-        share = min(clips.get("max_video_tokens", 768) * factor**2, largest // frames)
-        largest = max(share, int(smallest * 1.05)) * frames
+        per_frame = min(clips.get("max_video_tokens", 768) * factor**2, largest // frames)
+        largest = max(per_frame, int(smallest * 1.05)) * frames
     if min(height, width) < factor:
-        enlarged = max(factor / height, factor / width)
-        height, width = int(height * enlarged), int(width * enlarged)
+        scale = max(factor / height, factor / width)
+        height, width = int(height * scale), int(width * scale)
     sides = [round(side / factor) * factor for side in (height, width)]
-    volume = round(frames / FRAMES_PER_PAIR) * FRAMES_PER_PAIR * sides[0] * sides[1]
-    if volume > largest:
+    pixels = round(frames / FRAMES_PER_PAIR) * FRAMES_PER_PAIR * sides[0] * sides[1]
+    if pixels > largest:
         scale = math.sqrt(frames * height * width / largest)
         sides = [max(1, math.floor(side / scale / factor)) * factor for side in (height, width)]
-    elif volume < smallest:
+    elif pixels < smallest:
         scale = math.sqrt(smallest / (frames * height * width))
         sides = [math.ceil(side * scale / factor) * factor for side in (height, width)]
     return sides[0], sides[1]
