@@ -65,7 +65,12 @@ def find_folders(root: Path | None, names: Mapping[str, str]) -> dict[str, Path]
         vLLM backend's `multi_lora.json`. They take precedence over subfolders with the same name.
     """
     found = {} if root is None else {name: root / to_path(name) for name in folders_in(root)}
-    own = {name: folder for name, folder in found.items() if stamp_of(folder) != EMPTY}
+    stamps = stamps_of([os.fsencode(folder) for folder in found.values()])
+    own = {
+        name: folder
+        for (name, folder), stamp in zip(found.items(), stamps, strict=True)
+        if stamp != EMPTY
+    }
     named = _paths(root, names)
     for name in named:
         if name in own and not _same_file(own[name], named[name]):

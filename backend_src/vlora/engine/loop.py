@@ -103,18 +103,22 @@ class EngineLoop:
         with self._wake:
             if not self._accepting:
                 raise self._closed()
-            waiting = len(self.table) - self._in_engine + len(self._engine.scheduler.waiting)
+            waiting = self._waiting
             if waiting >= self._max_waiting:
                 raise Unavailable(f"the queue is full: {waiting} requests are waiting")
             self.table.admit(entry, size)
+
+    @property
+    def _waiting(self) -> int:
+        """Number of requests that are not running, with those that the engine does not have."""
+        return len(self.table) - self._in_engine + len(self._engine.scheduler.waiting)
 
     def share(self, entry: LiveRequest, tenant: str | None) -> None:
         """Note the tenant of an admitted request. Raises Unavailable beyond its share."""
         if tenant is not None:
             with self._wake:
                 queued = [one.request.sampling.cache_salt for one in self._engine.scheduler.waiting]
-                waiting = len(self.table) - self._in_engine + len(queued)
-                free = self._max_waiting - waiting + 1
+                free = self._max_waiting - self._waiting + 1
                 self.table.share(entry, tenant, free, queued.count(tenant))
 
     def submit(self, request: Request, sink: OutputSink) -> None:
