@@ -23,6 +23,6 @@ def python_environment(path: Iterable[str] | None = None) -> dict[str, str]:
     path: folders with modules; those of PYTHONPATH by default.
     """
     folders = os.environ.get("PYTHONPATH", "").split(os.pathsep) if path is None else path
-    # An empty entry stands for the working folder.
+    # Python reads an empty entry of PYTHONPATH as the working folder.
     absolute = os.pathsep.join(str(Path(folder).absolute()) for folder in folders if folder)
     return {**os.environ, "PYTHONPATH": absolute, "PYTHONSAFEPATH": "1"}

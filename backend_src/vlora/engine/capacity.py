@@ -49,7 +49,7 @@ EXAMPLE_TARGETS: Mapping[str, tuple[str, ...]] = {
 # Private memory of vision_encoder, and of lmm_unary and task_head, which import less, relative to
 # that of this process, measured with the demo.
 OTHER_MODELS = 1 + 2 * 0.6
-# Launcher, guard, tritonserver, a decoder of images and the gateway, measured with the demo.
+# Bytes of launcher, guard, tritonserver, one image decoder and the gateway, measured with the demo.
 OTHER_BYTES = 160 << 20
 
 # Bytes per logit beside `step_bytes`: the output in the dtype of the weights, its fp32 copy for

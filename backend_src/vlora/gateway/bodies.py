@@ -115,7 +115,10 @@ class Held:
 
 
 class _UrlScanner:
-    """Finds data URLs in a body while it arrives. json_bytes: size of the rest."""
+    """Finds data URLs in a body while it arrives.
+
+    json_bytes: number of bytes received so far that are not the content of a data URL.
+    """
 
     def __init__(self) -> None:
         self.json_bytes = 0

@@ -176,7 +176,7 @@ class VisionService(Service):
         return False
 
     def _collect(self, wait: bool) -> list[_Decoded] | None:
-        """Return requests whose images are decoded, or None to stop.
+        """Return requests whose images are decoded; None once the service is closed.
 
         wait: whether to wait for the first, and for others until COLLECT_SECONDS after its arrival.
         """

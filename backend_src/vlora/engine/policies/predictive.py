@@ -80,7 +80,7 @@ class Predictive:
     def _prompt_rows(
         self, decoding: Sequence[Candidate], prompts: Sequence[Candidate], live: int
     ) -> int:
-        """Return the number of prompt rows in a step with these decoding requests."""
+        """Return how many rows of prompts a step with these decoding requests should have."""
         most = min(self._max_rows - len(decoding), sum(r.missing for r in prompts))
         if most <= 0:
             return 0
