@@ -8,6 +8,7 @@ import io
 import json
 import logging
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -34,6 +35,7 @@ from vlora.cli import app, main
 from vlora.cli.adapters import table_of
 from vlora.cli.serve import first_question
 from vlora.config import Options
+from vlora.interpreters import python_command
 from vlora.launcher.repository import write_repository
 
 
@@ -290,6 +292,25 @@ def test_an_adapter_that_the_gateway_would_hide_is_refused(own: dict[str, Path])
     given = ["--repository", str(own["--repository"]), "--gateway-port", "0"]
     done = CliRunner().invoke(app, ["serve", *given])
     assert "an adapter is named 'base', which is the name of the base model" in done.output
+
+
+RAISED = "import resource, vlora.net; vlora.net.raise_file_limit(); print(resource.getrlimit(7)[0])"
+
+
+@pytest.mark.parametrize(
+    ("limit", "command", "shown"),
+    [
+        ("-n 64", python_command("vlora.cli", "serve"), "error: this process may open 64 files"),
+        ("-n 64", python_command("vlora.cli", "gateway"), "error: this process may open 64 files"),
+        ("-n 300; ulimit -Sn 64", [sys.executable, "-c", RAISED], "300\n"),
+    ],
+)
+def test_a_low_limit_of_open_files_is_raised_or_told(
+    limit: str, command: list[str], shown: str
+) -> None:
+    line = f"ulimit {limit}; {shlex.join(command)}"
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False)
+    assert (done.stdout + done.stderr).startswith(shown)
 
 
 def test_a_command_without_arguments_uses_the_demo() -> None:

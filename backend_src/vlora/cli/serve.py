@@ -28,7 +28,7 @@ from vlora.launcher.server import TritonServer
 from vlora.launcher.supervisor import RestartPolicy, Supervisor
 from vlora.model.folder_checks import check_device, check_folder
 from vlora.model.multimodal import takes_images
-from vlora.net import LOOPBACK, check_ports
+from vlora.net import LOOPBACK, check_ports, raise_file_limit
 
 app = typer.Typer(add_completion=False)
 
@@ -108,6 +108,7 @@ def serve(
     with common.report_errors():
         for warning in unknown_variables(os.environ):
             print_plain(f"warning: {warning}")
+        raise_file_limit()
         _check_triton_arguments(triton or [])
         ports = {"http_port": http_port, "grpc_port": grpc_port, "metrics_port": metrics_port}
         check_ports(ports | ({} if gateway_port is None else {"gateway_port": gateway_port}))
