@@ -12,7 +12,7 @@ import reprlib
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
-from vlora.file_names import decoded
+from vlora.file_names import decoded, printable
 
 
 class VLoraError(Exception):
@@ -26,7 +26,7 @@ class VLoraError(Exception):
         return str(self)
 
     def __str__(self) -> str:
-        return decoded(super().__str__())
+        return printable(decoded(super().__str__()))
 
 
 class InvalidArgument(VLoraError):

@@ -4,6 +4,8 @@ The interpreter inside Triton decodes file names as ASCII, in every locale. Its 
 `zählen` is `z\udcc3\udca4hlen`, and it cannot open `zählen`. So text from JSON and from Triton
 becomes a path by `to_path`, names of folders become text by `to_text`, and `decoded` shows the
 paths in messages as they are. In other interpreters, which use UTF-8, these change nothing.
+
+A name may hold what a terminal obeys; `printable` makes it harmless.
 """
 
 from __future__ import annotations
@@ -48,6 +50,13 @@ def openable(folder: Path) -> Iterator[Path]:
 def decoded(message: str) -> str:
     """Return a message with the paths in it decoded as UTF-8. Other text does not change."""
     return _UNDECODED.sub(_decode, message)
+
+
+def printable(text: str) -> str:
+    """Return text with control and direction marks and lone surrogates escaped, as by `repr`."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _decode(found: re.Match[str]) -> str:

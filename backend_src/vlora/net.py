@@ -8,6 +8,7 @@ import importlib.util
 import ipaddress
 import random
 import re
+import resource
 import secrets
 import socket
 import sys
@@ -27,6 +28,26 @@ from vlora.errors import ServerError
 # for local addresses as well, unless `no_proxy` lists these.
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _BY_ENVIRONMENT = urllib.request.build_opener()
+
+
+# Open files that a server with a few connections needs, and that are enough for any.
+MIN_FILES, MAX_FILES = 256, 65_536
+
+
+def raise_file_limit() -> None:
+    """Raise the limit of open files, which the usual 1,024 connections would reach, if allowed.
+
+    Raises ServerError if the system allows fewer than MIN_FILES.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
+    if allowed < MIN_FILES:
+        raise ServerError(
+            f"this process may open {hard} files (ulimit -Hn); a server needs {MIN_FILES}, and one"
+            " more for each connection"
+        )
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
 def is_local(host: str) -> bool:

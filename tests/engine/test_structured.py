@@ -232,6 +232,19 @@ def test_an_answer_that_reaches_its_limit_is_the_beginning_of_the_structure(
     assert regex.fullmatch(r'\{\s*"text"\s*:\s*".*', text(outputs), partial=True)
 
 
+def test_answers_that_share_a_slow_grammar_end_with_the_limit_of_one(checkpoint: Path) -> None:
+    """Each mask takes 50 ms. A busy machine makes the processor time less, and the wait longer."""
+    engine = Engine(Options(model=checkpoint, limits=Limits(max_mask_seconds=1.0)))
+    slow = {"regex": "a{99999}"}
+    outputs = run_together(
+        engine, *(structured(str(i), slow, max_tokens=200, seed=i) for i in range(6))
+    )
+    for answer in outputs.values():
+        assert "slow token masks of 'structured_outputs'; the limit is 1" in str(answer[-1].error)
+    assert engine.admission.grammars.counters.mask_seconds < 3
+    engine.close()
+
+
 def test_a_stop_string_ends_a_structured_answer(engine: Engine) -> None:
     outputs = run(engine, structured("stop", {"regex": "a{40}b"}, stop="aaaa"))
     assert outputs[-1].finish_reason == "stop"

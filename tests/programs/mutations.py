@@ -48,7 +48,7 @@ KEYS: Mapping[str, tuple[Any, ...]] = {
     "stream_interval_ms": (0, 20, -1, 1e9, "5"),
     "structured_outputs": ({"regex": "[ab]{3}"}, '{"choice": ["a"]}', {"json": 5}, {}, "x", None),
     "guided_json": ({"type": "string", "maxLength": 3}, {"type": "x"}, {"$ref": "#"}, True, "{"),
-    "guided_regex": ("a{2}", "(", "[ab]{400}", "(a|b)*\\d", "", 5),
+    "guided_regex": ("a{2}", "(", "[ab]{400}", "a{99999}", "(a|b)*\\d", "", 5),
     "nonsense": (1,),
     "\u202e\x00": (1,),
 }

@@ -82,7 +82,7 @@ class FakeEngine:
         return sum(entry.state <= State.TAKEN for entry in self.table)
 
     def share(self, entry: LiveRequest, tenant: str | None) -> None:
-        pass
+        entry.tenant = tenant
 
     def admit(self, entry: LiveRequest, size: int = 0) -> None:
         """Admit a request. Raise Unavailable if the queue is full."""

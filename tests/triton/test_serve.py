@@ -73,6 +73,7 @@ def _nothing_in_the_working_folder_is_executed(_hostile_folder: None) -> Iterato
 def run_vlora(*arguments: str) -> subprocess.Popen[str]:
     hostile = {"HOME": str(HOSTILE), "PYTHONSTARTUP": str(HOSTILE / "json.py")}
     hostile["PYTHONSAFEPATH"] = ""  # The processes must be safe without it.
+    hostile["AIP_MODE"] = "PREDICTION"  # Triton would open neither HTTP nor gRPC.
     return subprocess.Popen(
         python_command("vlora.cli", *arguments),
         stdout=subprocess.PIPE,

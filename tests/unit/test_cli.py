@@ -6,7 +6,10 @@ import base64
 import errno
 import io
 import json
+import logging
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,10 +31,11 @@ from tests.support.fakes import adapter
 from tools.demo.__main__ import app as demo
 from vlora import paths
 from vlora.adapters.files import AdapterInfo
-from vlora.cli import app
+from vlora.cli import app, main
 from vlora.cli.adapters import table_of
 from vlora.cli.serve import first_question
 from vlora.config import Options
+from vlora.interpreters import python_command
 from vlora.launcher.repository import write_repository
 
 
@@ -129,6 +133,47 @@ def test_a_model_without_an_adapter_folder_has_no_adapters(
     result = CliRunner().invoke(app, [*arguments, "--adapters", str(tmp_path)])
     empty = f"no adapters in {tmp_path}: it has no subfolders with files\n"
     assert (result.exit_code, result.output) == (0, empty)
+
+
+HOSTILE = "[v2] :x: [red]\x1b]0;owned\x07\nok      forged\u202e"
+SHOWN = r"[v2] :x: [red]\x1b]0;owned\x07\nok      forged\u202e"
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["adapters list", "adapters check", "capacity", "premerge --dry-run", "repository"],
+)
+def test_names_are_shown_as_they_are_but_no_terminal_obeys_them(
+    command: str,
+    checkpoint: Path,
+    adapters_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    root = tmp_path / "[" / f"1] {HOSTILE}"
+    for folder in (root / HOSTILE, root / f"{HOSTILE} broken"):
+        folder.mkdir(parents=True)
+    (root / f"{HOSTILE} broken" / "adapter_config.json").touch()
+    shutil.copytree(adapters_dir / "attention-r4", root / HOSTILE, dirs_exist_ok=True)
+    given = ["--model", str(checkpoint), "--adapters", str(root)]
+    given += ["--out", "out", "--hot", HOSTILE] if "premerge" in command else []
+    given = [str(root)] if command == "repository" else given
+    output = CliRunner().invoke(app, [*command.split(), *given]).output
+    assert SHOWN in output, output
+    assert [line for line in output.split("\n") if not line.isprintable()] == []
+    assert not re.search("^ok +forged", output, re.MULTILINE)
+    assert command != "repository" or f"[/1] {SHOWN}" in output
+
+
+def test_a_log_line_of_a_command_is_printable(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logging.lastResort, "formatter", None)
+    monkeypatch.setattr("vlora.cli.app", lambda: logging.lastResort.emit(record))
+    record = logging.LogRecord("vlora", logging.WARNING, "", 1, "adapter '%s'", (HOSTILE,), None)
+    main()
+    assert capsys.readouterr().err == f"adapter '{SHOWN}'\n"
 
 
 def test_an_adapter_is_refused_as_the_folder_of_adapters(
@@ -247,6 +292,25 @@ def test_an_adapter_that_the_gateway_would_hide_is_refused(own: dict[str, Path])
     given = ["--repository", str(own["--repository"]), "--gateway-port", "0"]
     done = CliRunner().invoke(app, ["serve", *given])
     assert "an adapter is named 'base', which is the name of the base model" in done.output
+
+
+RAISED = "import resource, vlora.net; vlora.net.raise_file_limit(); print(resource.getrlimit(7)[0])"
+
+
+@pytest.mark.parametrize(
+    ("limit", "command", "shown"),
+    [
+        ("-n 64", python_command("vlora.cli", "serve"), "error: this process may open 64 files"),
+        ("-n 64", python_command("vlora.cli", "gateway"), "error: this process may open 64 files"),
+        ("-n 300; ulimit -Sn 64", [sys.executable, "-c", RAISED], "300\n"),
+    ],
+)
+def test_a_low_limit_of_open_files_is_raised_or_told(
+    limit: str, command: list[str], shown: str
+) -> None:
+    line = f"ulimit {limit}; {shlex.join(command)}"
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False)
+    assert (done.stdout + done.stderr).startswith(shown)
 
 
 def test_a_command_without_arguments_uses_the_demo() -> None:

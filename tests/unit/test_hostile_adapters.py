@@ -29,6 +29,7 @@ from vlora.adapters.model_shape import ModelShape
 from vlora.adapters.peft import USED
 from vlora.adapters.store import AdapterStore
 from vlora.errors import InvalidArgument
+from vlora.file_names import printable
 from vlora.model.decoder_config import load_config
 from vlora.model.loader import adapter_shape
 
@@ -245,7 +246,7 @@ def test_each_broken_adapter_is_reported_with_its_file(loaded: AdapterStore, nam
     with pytest.raises(InvalidArgument) as caught:
         loaded.slot(known)
     message = str(caught.value)
-    assert message.startswith(f"adapter '{known}': ")
+    assert message.startswith(f"adapter '{printable(name)}': ")
     assert file in message
     assert "failed to load" not in message, (
         "the message has a reason rather than an unexpected exception"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -245,14 +247,26 @@ def test_bytes_that_are_no_pickle_are_refused(base: Base, plain: Path, content: 
     check_refused(base, plain, "adapter_model.bin")
 
 
-def test_a_pickle_that_unpacks_to_more_than_its_size_is_refused_unread(
-    base: Base, plain: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("hidden", ["", "end", "directory"])
+def test_a_pickle_that_unpacks_to_much_more_than_its_size_is_refused(
+    base: Base, plain: Path, monkeypatch: pytest.MonkeyPatch, hidden: str
 ) -> None:
-    with ZipFile(plain / PICKLED, "w", ZIP_DEFLATED) as archive:
-        archive.writestr("archive/data/0", bytes(1 << 24))
+    """Archives whose members `zipfile` does not see, and torch does, are refused, too."""
+    saved, packed = io.BytesIO(), io.BytesIO()
+    torch.save({"key": torch.zeros(1 << 25)}, saved)
+    with ZipFile(saved) as source, ZipFile(packed, "w", ZIP_DEFLATED) as target:
+        for name in source.namelist():
+            target.writestr(name, source.read(name))
+    content = packed.getvalue()
+    end = content.rindex(b"PK\5\6")
+    (start,) = struct.unpack_from("<I", content, end + 16)
+    harmless = content[start:end].replace(struct.pack("<I", 4 << 25), struct.pack("<I", 1))
+    other = {"": b"", "end": b"PK\5\6", "directory": harmless}[hidden]
+    where = end if hidden == "directory" else len(content)
+    (plain / PICKLED).write_bytes(content[:where] + other + content[where:])
     (plain / WEIGHTS).unlink()
-    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("loaded"))
-    check_refused(base, plain, "bytes and unpacks to 16777216; torch saves tensors uncompressed")
+    monkeypatch.setattr("vlora.offline.convert.READER_BYTES", 1 << 25)
+    check_refused(base, plain, "cannot be read as tensors in 33")
 
 
 def test_the_safetensors_file_wins_over_a_pickle(base: Base, plain: Path) -> None:

@@ -31,7 +31,7 @@ from vlora.errors import (
 )
 from vlora.request import OutputSink, Request
 from vlora.serving.arrivals import ARRIVAL_INPUT
-from vlora.serving.lmm import LONG_PROMPT
+from vlora.serving.lmm import LONG_PROMPT, STRUCTURED_THREADS
 from vlora.serving.lmm_unary import inner_request
 from vlora.serving.tensors import flag, strings
 from vlora.serving.vision_encoder import features_from
@@ -215,6 +215,24 @@ def test_a_long_prompt_is_prepared_on_another_thread(lmm: LmmSetting) -> None:
     lmm.engine.say("done", finish_reason="stop")
     assert long.done.wait(30)
     assert long.texts[0].endswith("done")
+
+
+def test_a_tenant_leaves_threads_for_structures_to_others(lmm: LmmSetting) -> None:
+    submit, begun, free = lmm.engine.submit, [], threading.Event()
+
+    def slow_for_alice(request: Request, sink: OutputSink) -> None:
+        begun.append(request.sampling.cache_salt)
+        assert request.sampling.cache_salt != "alice" or free.wait(30)
+        submit(request, sink)
+
+    lmm.engine.submit = slow_for_alice  # type: ignore[method-assign]
+    lmm.engine.max_admitted = None
+    for tenant in ["alice"] * (STRUCTURED_THREADS + 4) + ["bob"]:
+        lmm.ask(sampling={"cache_salt": tenant, "guided_regex": "a"})
+    until(lambda: "bob" in begun)
+    assert begun.count("alice") == STRUCTURED_THREADS // 2
+    free.set()
+    until(lambda: len(lmm.engine.requests) == STRUCTURED_THREADS + 5)
 
 
 def test_a_long_prompt_that_waits_is_cancelled(lmm: LmmSetting) -> None:

@@ -300,6 +300,10 @@ TWICE_BY_REFERENCE = {
         (json_of({"const": "a\x01"}), "control character"),
         (Structure("json", '{"x-guid\\u0061nce": {"item_separator": ";"}}'), "'x-guidance' would"),
         (Structure("grammar", 'start: %json {"x-guid\\u0061nce": {}}'), "'x-guidance' would"),
+        (Structure("grammar", 'start: "a" %json /**/ {}'), "Expecting value"),
+        (Structure("grammar", "start: %json true"), "a schema must be an object, not True"),
+        (Structure("grammar", 'start: %json {"const": "a\\u0001"}'), "control character"),
+        (Structure("grammar", "start: %json " + '{"items":' * 7000), "nested too deeply"),
         (Structure("grammar", "start: <[3]>{20}"), r"special tokens such as <\[3\]>"),
         (Structure("grammar", 'start: "//" <[3]> // "'), "special tokens"),
         (Structure("grammar", '{"grammars": [{"lark_grammar": "start: <[3]>"}]}'), "must be Lark"),
@@ -415,10 +419,11 @@ def test_json_has_bounded_white_space(
 def test_a_schema_allows_valid_answers_only(
     grammars: Grammars, tokenizer: Any, schema: Any, valid: str, invalid: str
 ) -> None:
-    grammar = grammars.acquire(json_of(schema))
-    assert is_complete(grammar.open(), tokenizer, valid)
-    assert not is_complete(grammar.open(), tokenizer, invalid)
-    grammars.release(json_of(schema), grammar)
+    for structure in (json_of(schema), Structure("grammar", f"start: %json {json.dumps(schema)}")):
+        grammar = grammars.acquire(structure)
+        assert is_complete(grammar.open(), tokenizer, valid)
+        assert not is_complete(grammar.open(), tokenizer, invalid)
+        grammars.release(structure, grammar)
 
 
 def is_complete(matcher: Matcher, tokenizer: Any, text: str) -> bool:

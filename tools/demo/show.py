@@ -216,7 +216,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pairs = zip(samples, answers, strict=True)
     right = sum(is_right(sample.expected, answer.text) for sample, answer in pairs)
     draw(samples, answers, options.out)
-    console.print(f"{right} of {len(samples)} answers are right; pictures in {options.out}/")
+    console.print(
+        f"{right} of {len(samples)} answers are right; pictures in {escape(str(options.out))}/"
+    )
     return int(any(answer.error for answer in answers))
 
 

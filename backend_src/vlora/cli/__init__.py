@@ -6,12 +6,14 @@ Kubernetes may run `vlora probe` every few seconds, so no command imports the mo
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import Annotated, Any
 
 import typer
 
 from vlora import __version__
 from vlora.cli.common import Group, option
+from vlora.file_names import printable
 
 # Modules of this package, in the order of `vlora --help`.
 COMMANDS = (
@@ -59,5 +61,14 @@ def _root(version: Version = False) -> None:
     """Serve one large multimodal model and many LoRA adapters with Triton."""
 
 
+class _LogFormatter(logging.Formatter):
+    """Escapes what a terminal would obey in messages, which contain names of files."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        return printable(super().formatMessage(record))
+
+
 def main() -> None:
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(_LogFormatter())
     app()

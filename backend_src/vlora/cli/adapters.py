@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.markup import escape
 from rich.table import Table
 
 from vlora.cli import common
-from vlora.cli.common import console, print_plain
+from vlora.cli.common import console, print_labelled, print_plain
 from vlora.cli.convert import convert
 from vlora.cli.generate import generate
 
@@ -54,9 +53,9 @@ def check_adapters(
     """Load all adapters and print why any of them fails. The exit status is 1 if one fails."""
     found, broken = _read_all(model, adapters, repository, options_file)
     for info in found:
-        console.print(f"[green]ok[/]      {escape(info.name)}")
+        print_labelled("ok     ", "green", info.name)
     for error in broken.values():
-        console.print(f"[red]broken[/]  {escape(str(error))}", soft_wrap=True)
+        print_labelled("broken ", "red", str(error))
     if broken:
         raise typer.Exit(1)
 
@@ -79,14 +78,12 @@ def table_of(adapters: Iterable[AdapterInfo]) -> Table:
         # `vision` stands for the vision tower and the connector.
         targets = (*info.targets, "vision") if info.vision_ranks else info.targets
         table.add_row(
-            escape(info.name),
+            info.name,
             " ".join(map(str, sorted({*info.ranks, *info.vision_ranks}))),
             " ".join(target.removesuffix("_proj") for target in targets),
             *([invocation] if activated else []),
-            escape(" ".join(info.tasks)) or "any",
-            escape(f"{' '.join(info.head_tasks)}: {len(info.head_labels)}")
-            if info.head_labels
-            else "-",
+            " ".join(info.tasks) or "any",
+            f"{' '.join(info.head_tasks)}: {len(info.head_labels)}" if info.head_labels else "-",
             info.digest[:12],
         )
     return table

@@ -15,8 +15,8 @@ from typing import Annotated, Any
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from vlora.config import (
@@ -29,6 +29,7 @@ from vlora.config import (
     read_settings,
 )
 from vlora.errors import ServerError, VLoraError
+from vlora.file_names import printable
 from vlora.launcher.repository import default_repository
 
 FAULTS_OF_THE_SYSTEM = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
@@ -81,8 +82,18 @@ def option(word: str | None, text: str, *flags: str, **more: Any) -> Any:
     return typer.Option(*flags, metavar=word, help=text, **more)
 
 
-console = Console(highlight=False)
-error_console = Console(stderr=True, highlight=False)
+class Terminal(Console):
+    """A console that shows texts as they are: not as markup, and with control marks escaped."""
+
+    def __init__(self, *, stderr: bool = False) -> None:
+        super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False)
+
+    def render_str(self, text: str, **how: Any) -> Text:
+        return super().render_str(printable(text), **how)
+
+
+console = Terminal()
+error_console = Terminal(stderr=True)
 
 ModelOption = Annotated[
     Path | None,
@@ -166,9 +177,19 @@ def make_table(heads: Sequence[str], right: Sequence[str] = (), title: str | Non
     return table
 
 
-def print_plain(text: str) -> None:
-    """Print text without interpreting markup and without breaking lines."""
-    console.print(text, soft_wrap=True, markup=False)
+def print_plain(*lines: str) -> None:
+    """Print each text in one line, however long it is."""
+    console.print(*lines, sep="\n", soft_wrap=True)
+
+
+def print_lines(text: str) -> None:
+    print_plain(*text.split("\n"))
+
+
+def print_labelled(label: str, style: str, *lines: str, to: Console = console) -> None:
+    """Print lines as `print_plain` does, with a label of this style before the first one."""
+    to.print(Text(label, style), end=" ")
+    to.print(*lines, sep="\n", soft_wrap=True)
 
 
 def counted(number: int, noun: str) -> str:
@@ -181,13 +202,11 @@ def report_errors() -> Iterator[None]:
     """Print an error that the user can correct, but no traceback, and exit with status 1."""
     try:
         yield
-    except (ServerError, VLoraError) as error:
-        error_console.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
-        raise typer.Exit(1) from None
     except Exception as error:
-        if not (reason := _fault_of_the_system(error)):
+        known = isinstance(error, ServerError | VLoraError)
+        if not (reason := str(error) if known else _fault_of_the_system(error)):
             raise
-        error_console.print(f"[bold red]error:[/] {escape(reason)}", soft_wrap=True)
+        print_labelled("error:", "bold red", *reason.split("\n"), to=error_console)
         raise typer.Exit(1) from None
 
 

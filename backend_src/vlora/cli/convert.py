@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
+from rich.text import Text
 
 from vlora.cli.common import console, option, print_plain, report_errors
+from vlora.file_names import printable
 
 Source = Annotated[
     Path, typer.Argument(metavar="ADAPTER", help="Folder of the adapter, as PEFT saves it.")
@@ -44,7 +45,9 @@ def convert(
         shape, base = adapter_shape(model, config), BaseWeights(model, config)
         with console.status("reading") as status:
             limits = ConversionLimits(rank, max_error)
-            result = run(source, out, shape, base, limits, lambda text: status.update(escape(text)))
+            result = run(
+                source, out, shape, base, limits, lambda text: status.update(Text(printable(text)))
+            )
     for key in result.dropped:
         print_plain(f"dropped '{key}', a copy of the base model's own weight")
     ranks = ", ".join(map(str, result.ranks))

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
-from rich.markup import escape
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
 from vlora.cli.common import console, counted, make_table, option, print_plain, report_errors
 from vlora.errors import InvalidArgument, Unsupported
+from vlora.file_names import printable
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -98,7 +98,8 @@ class GenerationProgress:
     """
 
     def __init__(self, spec: Spec, *, shown: bool) -> None:
-        text, note = TextColumn("{task.description}"), TextColumn("{task.fields[note]}")
+        text = TextColumn("{task.description}", markup=False)
+        note = TextColumn("{task.fields[note]}", markup=False)
         columns = (text, BarColumn(), note, TimeElapsedColumn())
         terminal = shown and console.is_terminal
         self._lines = shown and not terminal
@@ -124,7 +125,7 @@ class GenerationProgress:
         scores = " ".join(f"{name} {score:.2f}" for name, score in progress.scores.items())
         self._bars.update(
             self._steps,
-            description=escape(text),
+            description=printable(text),
             completed=progress.step,
             total=progress.max_steps,
             note=scores,
@@ -148,7 +149,7 @@ class GenerationProgress:
         """Show what the run does between attempts."""
         now = time.monotonic()
         self._left.skip(now)
-        self._bars.update(self._steps, description=escape(text), completed=0, note="")
+        self._bars.update(self._steps, description=printable(text), completed=0, note="")
         if self._lines and now - self._last_line >= STATUS_SECONDS:
             self._last_line = now
             print_plain(text)

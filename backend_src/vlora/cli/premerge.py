@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
+from rich.text import Text
 
 from vlora.cli import common
 from vlora.cli.common import console, option, print_plain
 from vlora.errors import InvalidArgument, known_names, shown
+from vlora.file_names import printable
 
 if TYPE_CHECKING:
     from vlora.adapters.files import Adapter, AdapterDescription
@@ -106,7 +107,9 @@ def premerge(
 def _progress() -> Iterator[Callable[[str], None]]:
     started = time.monotonic()
     with console.status("starting") as status:
-        yield lambda part: status.update(f"{escape(part)} ({time.monotonic() - started:.0f} s)")
+        yield lambda part: status.update(
+            Text(f"{printable(part)} ({time.monotonic() - started:.0f} s)")
+        )
 
 
 def _check_adapters(
@@ -166,12 +169,12 @@ def _planned_ranks(files: Mapping[str, AdapterDescription], hot: str) -> dict[st
 def _print_ranks(ranks: Mapping[str, int], max_rank: int) -> None:
     table = common.make_table(("delta adapter", "rank"), ("rank",))
     for name, rank in ranks.items():
-        table.add_row(escape(name), str(rank), style="yellow" if rank > max_rank else "")
+        table.add_row(name, str(rank), style="yellow" if rank > max_rank else "")
     console.print(table)
 
 
 def _warn(kind: str, text: str) -> None:
-    common.error_console.print(f"[yellow]{kind}:[/] {escape(text)}", soft_wrap=True)
+    common.print_labelled(f"{kind}:", "yellow", text, to=common.error_console)
 
 
 def _read(folder: Path, description: AdapterDescription) -> tuple[Path, Adapter]:

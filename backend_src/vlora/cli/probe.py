@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vlora.cli.common import Command, option
+from vlora.cli.common import Command, error_console, option, print_labelled, print_plain
 
 app = typer.Typer(add_completion=False)
 
@@ -73,15 +73,16 @@ def probe(
 
     parts = GRPC_ADDRESS.fullmatch(address)
     if parts is None or int(parts[1]) > MAX_PORT:
-        typer.echo(f"error: give the address as HOST:PORT, not '{address}'", err=True)
+        say = f"give the address as HOST:PORT, not '{address}'"
+        print_labelled("error:", "bold red", say, to=error_console)
         raise typer.Exit(2)
     tls = None if tls_ca is None else Tls(tls_ca, tls_name, tls_key, tls_certificate)
     try:
         finding = probe_server(address, deadline, tls, metrics_port)
     except OSError as error:
-        typer.echo(f"error: {error}", err=True)
+        print_labelled("error:", "bold red", str(error), to=error_console)
         raise typer.Exit(2) from None
     if not quiet:
-        typer.echo(f"{finding.health.name.lower()} in {finding.seconds:.2f} s: {finding.reason}")
+        print_plain(f"{finding.health.name.lower()} in {finding.seconds:.2f} s: {finding.reason}")
     healthy = (Health.READY, Health.ALIVE) if alive else (Health.READY,)
     raise typer.Exit(0 if finding.health in healthy else int(finding.health))

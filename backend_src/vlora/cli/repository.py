@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vlora.cli.common import Command, option, report_errors
+from vlora.cli.common import Command, option, print_plain, report_errors
 
 app = typer.Typer(add_completion=False)
 
@@ -34,7 +34,9 @@ def repository(folder: Folder, model: Model = None, adapters: Adapters = None) -
 
     with report_errors():
         written = write_repository(folder, model, adapters)
-    typer.echo(f"The options are in {written}/lmm/1/model.json. To serve the repository, run:")
-    typer.echo(f"  vlora serve --repository {written}")
-    typer.echo("or")
-    typer.echo(f"  tritonserver --model-repository={written} --disable-auto-complete-config")
+    print_plain(
+        f"The options are in {written}/lmm/1/model.json. To serve the repository, run:",
+        f"  vlora serve --repository {written}",
+        "or",
+        f"  tritonserver --model-repository={written} --disable-auto-complete-config",
+    )

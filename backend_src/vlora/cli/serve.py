@@ -16,7 +16,7 @@ import typer
 
 from vlora import paths
 from vlora.cli import common
-from vlora.cli.common import console, option, print_plain
+from vlora.cli.common import option, print_labelled, print_lines, print_plain
 from vlora.cli.gateway import check_installed
 from vlora.config import Options
 from vlora.errors import MAX_NAMES, ServerError
@@ -28,7 +28,7 @@ from vlora.launcher.server import TritonServer
 from vlora.launcher.supervisor import RestartPolicy, Supervisor
 from vlora.model.folder_checks import check_device, check_folder
 from vlora.model.multimodal import takes_images
-from vlora.net import LOOPBACK, check_ports
+from vlora.net import LOOPBACK, check_ports, raise_file_limit
 
 app = typer.Typer(add_completion=False)
 
@@ -108,6 +108,7 @@ def serve(
     with common.report_errors():
         for warning in unknown_variables(os.environ):
             print_plain(f"warning: {warning}")
+        raise_file_limit()
         _check_triton_arguments(triton or [])
         ports = {"http_port": http_port, "grpc_port": grpc_port, "metrics_port": metrics_port}
         check_ports(ports | ({} if gateway_port is None else {"gateway_port": gateway_port}))
@@ -133,7 +134,7 @@ def serve(
             start_seconds=start_timeout,
             grace_seconds=grace,
         )
-        supervisor = Supervisor(server_options, print_plain, RestartPolicy() if restart else None)
+        supervisor = Supervisor(server_options, print_lines, RestartPolicy() if restart else None)
         if gateway_port is not None:
             _check_names(options, configured.names)
         to_file = log != STANDARD_OUTPUT
@@ -176,7 +177,6 @@ def _gateway(
 def _announce(
     options: Options, gateway: GatewayProcess | None, server: TritonServer, seconds: float
 ) -> None:
-    show = partial(console.print, soft_wrap=True)
     started = time.monotonic()
     late = ""
     if gateway is not None:
@@ -185,27 +185,27 @@ def _announce(
             late = " (does not answer yet)"
     seconds += time.monotonic() - started
     models = ", ".join(server.options.models)
-    show(f"[bold green]ready[/] in {seconds:.1f} s: {models}")
-    show(f"model     {options.model}")
-    show(f"adapters  {options.adapters or 'none; name a folder with --adapters'}")
+    print_labelled("ready", "bold green", f"in {seconds:.1f} s: {models}")
+    print_plain(f"model     {options.model}")
+    print_plain(f"adapters  {options.adapters or 'none; name a folder with --adapters'}")
     if broken := server.broken_adapters():
         names = ", ".join(broken[:MAX_NAMES]) + (", …" if len(broken) > MAX_NAMES else "")
         reasons = "for the reasons, see the log or run `vlora adapters check` with the same options"
         number = common.counted(len(broken), "adapter")
         print_plain(f"{number} failed to load: {names} ({reasons})")
-    console.print(f"HTTP      {server.http_url}")
-    console.print(f"gRPC      {server.grpc_url}")
-    console.print(f"metrics   {server.metrics_url}")
+    print_plain(f"HTTP      {server.http_url}")
+    print_plain(f"gRPC      {server.grpc_url}")
+    print_plain(f"metrics   {server.metrics_url}")
     if gateway is not None:
-        show(f"gateway   {gateway.url}/v1{late}")
-    show(f"log       {server.log}")
+        print_plain(f"gateway   {gateway.url}/v1{late}")
+    print_plain(f"log       {server.log}")
     if gateway is not None and gateway.log is not None:
-        show(f"          {gateway.log}")
+        print_plain(f"          {gateway.log}")
     question = first_question(options, server.http_url)
     hint = f", with an image of yours as {OWN_PICTURE}" if OWN_PICTURE in question else ""
-    console.print(f"Try this in another terminal{hint}:")
+    print_plain(f"Try this in another terminal{hint}:")
     print_plain(f"  {question}")
-    console.print("Press Ctrl-C to stop the server.")
+    print_plain("Press Ctrl-C to stop the server.")
 
 
 def first_question(options: Options, url: str) -> str:

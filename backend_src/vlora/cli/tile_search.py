@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from vlora.cli.common import Command, console, counted, option
+from vlora.cli.common import Command, console, counted, option, print_labelled, print_plain
 
 if TYPE_CHECKING:
     from vlora.atmm.search.search import Space
@@ -73,7 +73,7 @@ def tile_search(
     started = time.monotonic()
     for dtype in dtypes.split(","):
         _on_cpu(dtype, core.isa(dtype), counts, space, output, state, quick=quick, fresh=fresh)
-    console.print(f"done in {(time.monotonic() - started) / 60:.1f} min")
+    print_plain(f"done in {(time.monotonic() - started) / 60:.1f} min")
 
 
 def _on_cpu(
@@ -106,7 +106,7 @@ def _on_cpu(
             file.unlink(missing_ok=True)
         known = State(file, stamp)
         if known.done:
-            console.print(f"{dtype}: {len(known.done)} shapes are already in {file}")
+            print_plain(f"{dtype}: {len(known.done)} shapes are already in {file}")
         entries = search(backend, shapes, known, rounds=rounds, budget=budget)
         found += filled(
             _shown(f"{dtype}, {counted(count, 'thread')}", entries, len(shapes)), backend.key
@@ -117,7 +117,7 @@ def _on_cpu(
     tiles.write_table(path, device, isa, dtype, found, threads=counts, shapes=searched)
     for file in files:
         file.unlink(missing_ok=True)
-    console.print(f"{dtype}: {len(found)} entries in {path}", soft_wrap=True)
+    print_plain(f"{dtype}: {len(found)} entries in {path}")
 
 
 def _on_cuda(
@@ -135,7 +135,7 @@ def _on_cuda(
     wanted = shapes(dtypes)
     found = _shown("cuda", CudaSearch(device).search(wanted, file, seconds), len(wanted))
     path = write_table(device, found, output or TABLES)
-    console.print(f"{len(found)} of {len(wanted)} shapes in {path}", soft_wrap=True)
+    print_plain(f"{len(found)} of {len(wanted)} shapes in {path}")
 
 
 @contextmanager
@@ -143,7 +143,7 @@ def _errors(*kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except kinds as error:
-        console.print(f"[bold red]error:[/] {error}", soft_wrap=True)
+        print_labelled("error:", "bold red", *str(error).split("\n"))
         raise typer.Exit(1) from None
 
 

@@ -119,10 +119,10 @@ class HeldRows:
             held = self._held.get(request_id)
             if state.matcher is not None and state.matcher.stopped:
                 answers.append((state, COMPLETE))
-            elif held is not None and _ready(state):
-                answers.append((state, held.row))
             elif held is not None:
                 _check_speed(held)
+                if _ready(state):
+                    answers.append((state, held.row))
         for state, _ in answers:
             self._held.pop(state.sequence.id, None)
         return answers
@@ -133,11 +133,16 @@ class HeldRows:
 
 
 def _check_speed(held: _Held) -> None:
-    grammar = held.state.grammar
+    grammar, matcher = held.state.grammar, held.state.matcher
     assert grammar is not None
+    assert matcher is not None
+    waited = time.monotonic() - held.since
+    matcher.count_wait(waited)
+    if matcher.ready:
+        return
     if grammar.processor_seconds - held.processor_seconds > VERY_SLOW_SECONDS:
         grammar.lower_priority(SLOW_NICENESS)
-    if time.monotonic() - held.since > MAX_WAIT_SECONDS:
+    if waited > MAX_WAIT_SECONDS:
         grammar.end(
             Unavailable(
                 "a token mask of 'structured_outputs' took more than"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import resource
 import signal
 import socket
 import sys
@@ -15,12 +14,19 @@ from vlora.errors import ServerError
 from vlora.gateway.app import make_app
 from vlora.gateway.options import GatewayOptions
 from vlora.gateway.protocol import LimitedConnection
-from vlora.net import GRPC_ADDRESS, MAX_PORT, check_host, check_keys, choose_ports, reachable_host
+from vlora.net import (
+    GRPC_ADDRESS,
+    MAX_PORT,
+    check_host,
+    check_keys,
+    choose_ports,
+    raise_file_limit,
+    reachable_host,
+)
 
 # Seconds for which an idle connection is kept. Proxies usually keep theirs for 60 s.
 KEEP_ALIVE_SECONDS = 75
 BACKLOG = 2048  # Maximum number of connections that wait to be accepted.
-MAX_FILES = 65_536  # Maximum number of open files, including connections, if the system allows it.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # Numbers of options in glibc's malloc.h.
 
 # Size of freed memory that is kept, and of blocks that glibc maps separately and therefore returns.
@@ -38,14 +44,9 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def raise_limits() -> None:
-    """Raise the limit of open files, and let the C library reuse large freed blocks."""
-    # The usual limit of 1,024 open files would limit the number of connections. And by default, the
-    # C library returns large freed blocks to the system, which clears new pages for each image.
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+def keep_freed_memory() -> None:
+    """Let the C library reuse large freed blocks."""
+    # By default, it returns them to the system, which clears new pages for each image.
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # Only glibc has this function.
     if set_option is not None:
         set_option(M_MMAP_THRESHOLD, MMAP_BYTES)
@@ -54,7 +55,8 @@ def raise_limits() -> None:
 
 def serve(options: GatewayOptions) -> None:
     """Serve until SIGINT or SIGTERM, then let running requests finish. Raises ServerError."""
-    raise_limits()
+    raise_file_limit()
+    keep_freed_memory()
     parts = GRPC_ADDRESS.fullmatch(options.grpc)
     if parts is None or int(parts[1]) > MAX_PORT:
         raise ServerError(f"--grpc takes HOST:PORT, as in 127.0.0.1:8001, not '{options.grpc}'")

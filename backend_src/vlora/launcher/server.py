@@ -49,6 +49,10 @@ PYTHON_BACKEND = {
     "thread-pool-size": "160",
 }
 
+# Variables that change Triton beyond its arguments and are not passed on: Vertex AI's mode closes
+# HTTP and gRPC, a log that is not escaped can be forged, and Triton's own tests delay requests.
+_NOT_PASSED = re.compile(r"AIP_MODE|TRITON_SERVER_ESCAPE_LOG_MESSAGES|TRITONSERVER_.*DELAY_.*")
+
 # What stands before a path in Triton's arguments.
 _NAMES_PATH = re.compile(r"--[\w-]+-(cert|key|directory|repository|file)|.*,file")
 
@@ -265,7 +269,8 @@ class TritonServer:
 
     def _environment(self, assembly: Assembly) -> dict[str, str]:
         given = self.options.environment
-        environment = {**python_environment(), **assembly.environment, **given}
+        own = {k: v for k, v in python_environment().items() if not _NOT_PASSED.fullmatch(k)}
+        environment = {**own, **assembly.environment, **given}
         environment[server_run.RUN_VARIABLE] = str(self._folder)
         model, adapters = self.options.model, self.options.adapters
         for variable, folder in ((MODEL_VARIABLE, model), (ADAPTERS_VARIABLE, adapters)):

@@ -11,13 +11,15 @@ from __future__ import annotations
 import math
 import pickle
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+import resource
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile, ZipFile, is_zipfile
 
+import psutil
 import torch
 from safetensors.torch import save_file
 
@@ -59,6 +61,8 @@ EXACT_SIDE = 1024
 # within 1 % of the minimum even if the singular values decrease slowly.
 OVERSAMPLING, POWER_ITERATIONS = 16, 4
 ROUNDING = 1e-5  # Singular values below this share of the largest one are rounding errors.
+# Memory for reading a pickle, besides twice its size. torch compresses no tensors.
+READER_BYTES = 256 * 1024**2
 _GLOBAL = re.compile(r"GLOBAL (\S+)")  # The code that a pickle would run, in torch's error.
 
 
@@ -68,7 +72,6 @@ class PickledTensors:
     def __init__(self, path: Path, invalid: ErrorFactory) -> None:
         """Read the file. Raises InvalidArgument for anything but dense floats of a legal size."""
         require_file(path, invalid)
-        _check_archive(path, invalid)
         self._tensors = _unpickle(path, invalid)
         self.shapes = {key: tuple(tensor.shape) for key, tensor in self._tensors.items()}
         # With strides of 0, a small file can declare a large tensor.
@@ -92,32 +95,33 @@ def open_tensors(folder: Path, invalid: ErrorFactory) -> tuple[Tensors, str]:
     return WeightsFile(folder / WEIGHTS, invalid.in_file(WEIGHTS)), WEIGHTS
 
 
-def _check_archive(path: Path, invalid: ErrorFactory) -> None:
-    """Raise InvalidArgument if the file is a zip archive that unpacks to more than its size."""
-    if not is_zipfile(path):
-        return
+@contextmanager
+def _limited_memory(size: int) -> Iterator[None]:
+    """Limit the memory that this process may allocate in a `with` block to `size` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    wanted = psutil.Process().memory_info().vms + size
+    limits = [limit for limit in (soft, hard, wanted) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
     try:
-        with ZipFile(path) as archive:
-            unpacked = sum(member.file_size for member in archive.infolist())
-    except (BadZipFile, NotImplementedError, OSError, ValueError) as error:
-        raise invalid(f"cannot be read as an archive: {error}") from error
-    if unpacked > path.stat().st_size:  # torch never compresses.
-        raise invalid(
-            f"has {path.stat().st_size} bytes and unpacks to {unpacked}; torch saves tensors"
-            " uncompressed"
-        )
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def _unpickle(path: Path, invalid: ErrorFactory) -> dict[str, torch.Tensor]:
+    # An archive may unpack to any size, and other readers may find other members in it than torch.
+    memory = 2 * path.stat().st_size + READER_BYTES
     try:
         # This restricted reader makes tensors and runs no code.
-        content: Any = torch.load(path, map_location="cpu", weights_only=True)
+        with _limited_memory(memory):
+            content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         found = _GLOBAL.search(str(error))
         what = f"the code '{found[1]}'" if found else "objects other than tensors"
         raise invalid(f"holds {what}, which is never run; only tensors are read") from None
     except Exception as error:  # The reader may raise any type if the file is not a pickle.
-        raise invalid(f"cannot be read as tensors: {type(error).__name__}: {error}") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise invalid(f"cannot be read as tensors in {memory} bytes of memory: {reason}") from error
     if not isinstance(content, Mapping):
         raise invalid(f"holds a {type(content).__name__}; it must hold tensors by key")
     for key, value in content.items():

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -87,6 +90,9 @@ class LmmService(Service):
         self._describe = describe
         self._cancels = ThreadPoolExecutor(1, thread_name_prefix="cancel")
         self._structured = ThreadPoolExecutor(STRUCTURED_THREADS, thread_name_prefix="structured")
+        self._lock = threading.Lock()
+        self._threads: Counter[str | None] = Counter()  # Used for structures, by tenant.
+        self._put_off: list[ServedRequest] = []
         super().__init__(engine.table, limits, stamps)
 
     def close(self) -> None:
@@ -106,11 +112,33 @@ class LmmService(Service):
         call = read_call(tensors, parameters, self._limits, self._stamps.read(tensors))
         self._engine.share(request, call.freshness.cache_salt)
         if call.raw_images or len(call.text) > LONG_PROMPT or is_structured(call):
-            pool = self._structured if is_structured(call) else self._pool
-            work = partial(self._encode_then_submit, request, call)
+            pool, work = self._pool, partial(self._encode_then_submit, request, call)
+            if is_structured(call):
+                pool, work = self._structured, partial(self._in_share, request, work)
             self._wait_for(pool, request, call.freshness, work)
         else:
             self._submit(request, call)
+
+    def _in_share(self, request: ServedRequest, work: Callable[[], None]) -> None:
+        """Do work on a structure, or put it off if that would leave other tenants no thread."""
+        tenant = request.tenant
+        with self._lock:
+            left = STRUCTURED_THREADS - self._threads.total()
+            # A tenant may use as many threads as are left for all others.
+            if tenant is not None and self._threads[tenant] >= left:
+                request.work = partial(self._in_share, request, work)
+                self._put_off.append(request)
+                return
+            self._threads[tenant] += 1
+        try:
+            work()
+        finally:
+            with self._lock:
+                self._threads -= Counter([tenant])
+                waiting, self._put_off = self._put_off, []
+            with suppress(RuntimeError):  # After `close`, which has ended these requests.
+                for one in waiting:
+                    self._structured.submit(self._work_on, one)
 
     def _encode_then_submit(self, request: ServedRequest, call: Call) -> None:
         size = request.size

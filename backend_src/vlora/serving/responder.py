@@ -35,15 +35,10 @@ def to_message(error: VLoraError) -> str:
 
 
 def as_sendable(text: str) -> str:
-    """Return `text` shortened to MAX_MESSAGE_BYTES and printable, as Triton and gRPC require.
-
-    Characters that cannot be printed (lone surrogates, control and direction marks) are escaped.
-    """
+    """Return printable text shortened to MAX_MESSAGE_BYTES."""
     available = MAX_MESSAGE_BYTES
     pieces: list[str] = []
     for character in text[: MAX_MESSAGE_BYTES + 1]:
-        if not (character.isprintable() or character == "\n"):
-            character = character.encode("unicode_escape").decode()
         available -= len(character) if character.isascii() else 3 * len(character.encode())
         if available < 0:
             return f"{''.join(pieces)} … ({len(text)} characters in all)"

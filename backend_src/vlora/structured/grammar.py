@@ -49,6 +49,8 @@ class Matcher:
         self._error: VLoraError | None = None
         self.seconds = 0.0
         self.stopped = False
+        self._was_slow = False
+        self._waited = 0.0  # Seconds for which the answer has waited for slow masks.
 
     @property
     def grammar(self) -> Grammar:
@@ -79,11 +81,31 @@ class Matcher:
         self._mask = None
         self._grammar._request(messages.ADVANCE, self._number, token)
 
+    def count_wait(self, seconds: float) -> None:
+        """Count a wait for a slow mask, which has arrived or not, and fail the answer at its limit.
+
+        Processor time does not bound the wait: answers share the process, and it has little of a
+        busy processor.
+        """
+        if not self._grammar.is_slow or (self.ready and not self._was_slow):
+            return
+        waited, limit = self._waited + seconds, self._grammar.max_answer_seconds
+        if waited > limit:
+            self._fail(
+                InvalidArgument(
+                    f"an answer waited {waited:.1f} s for slow token masks of 'structured_outputs';"
+                    f" the limit is {limit:g} ('max_mask_seconds')"
+                )
+            )
+        elif self.ready:
+            self._waited = waited
+
     def close(self) -> None:
         self._grammar._close(self._number)
 
     def _receive(self, kind: bytes, data: bytes, seconds: float) -> None:
         self.seconds += seconds
+        self._was_slow = seconds > SLOW_SECONDS
         limit, size = self._grammar.max_answer_seconds, self._grammar.vocabulary
         if self.seconds > limit:
             self._fail(
@@ -105,7 +127,7 @@ class Matcher:
 
     def _fail(self, error: VLoraError) -> None:
         self._grammar.counters.failed += self._error is None
-        self._error = error
+        self._error = self._error or error
 
 
 class Grammar:
@@ -178,6 +200,10 @@ class Grammar:
     @property
     def processor_seconds(self) -> float:
         return processor_seconds(self.process)
+
+    @property
+    def is_slow(self) -> bool:
+        return self._niceness >= SLOW_NICENESS
 
     def lower_priority(self, niceness: int) -> None:
         """Set the niceness of the process to that of this process plus `niceness`."""

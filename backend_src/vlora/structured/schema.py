@@ -20,7 +20,7 @@ from vlora.errors import shown
 # What llguidance enforces. Other formats are annotations.
 DATES = ("date-time", "time", "date", "duration")
 FORMATS = (*DATES, "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
-OPTIONS: Any = {
+OPTIONS = {
     # A space, or a new line with its indentation. The length is bounded, because a model might
     # otherwise generate white space forever.
     "whitespace_pattern": r"( ?|\n[ \t]{0,32})",
@@ -36,15 +36,10 @@ BOUNDS = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum"
 
 
 def prepared(text: str) -> str:
-    """Return the schema for llguidance. Raises ValueError."""
-    try:
-        return _prepared(text)
-    except RecursionError:
-        raise ValueError("the schema is nested too deeply") from None
-
-
-def _prepared(text: str) -> str:
+    """Return the schema for llguidance, with its options. Raises ValueError and RecursionError."""
     root = json.loads(text)
+    if not isinstance(root, dict):
+        raise ValueError(f"a schema must be an object, not {shown(root)}")
     if "x-guidance" in root:
         raise ValueError("'x-guidance' would replace the server's options; leave it out")
     nodes = _reachable(root)
@@ -59,6 +54,7 @@ def _prepared(text: str) -> str:
         _check_constant([node.get("const"), node.get("enum")])
         _check_count(node)
         _check_names(node, every_name or _names(node))
+    root["x-guidance"] = OPTIONS
     return json.dumps(root, ensure_ascii=False)
 
 

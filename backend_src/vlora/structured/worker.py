@@ -14,6 +14,7 @@ import resource
 import signal
 import socket
 import time
+from operator import itemgetter
 from pathlib import Path
 
 import llguidance
@@ -27,7 +28,7 @@ from vlora.structured import messages, schema
 REGEX_ERROR = re.compile(r"regex parse error:\n *(.*)\n[ ^]*\nerror: (.*)")
 # Literals and comments of llguidance's dialect of Lark. Elsewhere, `<` begins a special token.
 LITERAL = re.compile(r'"(?:\\.|[^"\\])*"|/(?![/*])(?:\\.|[^/\\\n])+/|(?://|#)[^\n]*', re.DOTALL)
-ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")
+SCHEMA = re.compile(rf"{LITERAL.pattern}|(%json)\s*", re.DOTALL)
 STACK_BYTES = 8 * 1024**2  # A process whose recursion needs more is ended.
 
 
@@ -145,6 +146,8 @@ class _Grammar:
             error = self._prototype.get_error()
         except ValueError as refused:
             error = str(refused)
+        except RecursionError:
+            error = "the schema is nested too deeply"
         reply = messages.REFUSED if error else messages.COMPILED
         self._reply(reply, 0, started, _one_line(error))
 
@@ -176,24 +179,27 @@ def _limit_this_process(memory: int) -> None:
 
 def _grammar(kind: str, text: str) -> str:
     if kind == "json":
-        prepared = schema.prepared(text)
-        return llguidance.LLMatcher.grammar_from_json_schema(prepared, schema.OPTIONS)
+        return llguidance.LLMatcher.grammar_from_json_schema(schema.prepared(text))
     if kind == "regex":
         return llguidance.LLMatcher.grammar_from_regex(text)
-    _check_lark(text)
-    return llguidance.LLMatcher.grammar_from_lark(text)
+    return llguidance.LLMatcher.grammar_from_lark(_prepared_lark(text))
 
 
-def _check_lark(text: str) -> None:
-    """Raise ValueError for a grammar that reaches special tokens or the server's options."""
+def _prepared_lark(text: str) -> str:
+    """Return a grammar with its schemas prepared. Raises ValueError if it reaches special tokens.
+
+    Raises RecursionError for a schema that is nested too deeply.
+    """
     if text.lstrip().startswith("{"):
         raise ValueError("a grammar must be Lark, not JSON")
     if "<" in LITERAL.sub(" ", text):
         raise ValueError("special tokens such as <[3]> cannot be in a grammar; quote a text")
-    for literal in LITERAL.findall(text):
-        # A name may be written with escapes.
-        if ESCAPE.sub(lambda escape: chr(int(escape[1], 16)), literal) == '"x-guidance"':
-            raise ValueError("'x-guidance' would replace the server's options; leave it out")
+    pieces, end = [], 0
+    for found in filter(itemgetter(1), SCHEMA.finditer(text)):
+        _, after = json.JSONDecoder().raw_decode(text, found.end())
+        pieces += [text[end : found.end()], schema.prepared(text[found.end() : after])]
+        end = after
+    return "".join(pieces) + text[end:]
 
 
 def _one_line(message: str) -> bytes:
