@@ -14,6 +14,9 @@ from typing import Any, ClassVar
 
 from vlora.file_names import decoded
 
+# Number of characters of a message in which paths are decoded. It may quote what a client sent.
+MAX_DECODED = 64 * 1024
+
 
 class VLoraError(Exception):
     """Base of the errors that end a request. The message says what was wrong and would be right."""
@@ -26,7 +29,8 @@ class VLoraError(Exception):
         return str(self)
 
     def __str__(self) -> str:
-        return decoded(super().__str__())
+        text = super().__str__()
+        return decoded(text[:MAX_DECODED]) + text[MAX_DECODED:]
 
 
 class InvalidArgument(VLoraError):
