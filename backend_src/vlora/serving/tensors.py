@@ -46,7 +46,7 @@ class EncodedStrings:
         return np.broadcast_to(one, shape)
 
     def _elements(self, count: int) -> list[bytes] | None:
-        content, at, elements = memoryview(self._encoded), 0, list[bytes]()
+        content, at, elements = self._encoded.data, 0, list[bytes]()
         while at + 4 <= len(content) and len(elements) < count:
             end = at + 4 + int.from_bytes(content[at : at + 4], "little")
             elements.append(bytes(content[at + 4 : end]))
