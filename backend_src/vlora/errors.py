@@ -14,6 +14,9 @@ from typing import Any, ClassVar
 
 from vlora.file_names import decoded, printable
 
+# Maximum number of characters of a message, which may quote what a client sent.
+MAX_SHOWN = 64 * 1024
+
 
 class VLoraError(Exception):
     """Base of the errors that end a request. The message says what was wrong and would be right."""
@@ -26,7 +29,8 @@ class VLoraError(Exception):
         return str(self)
 
     def __str__(self) -> str:
-        return printable(decoded(super().__str__()))
+        text = super().__str__()
+        return printable(decoded(text[:MAX_SHOWN])) + ("" if len(text) <= MAX_SHOWN else " …")
 
 
 class InvalidArgument(VLoraError):

@@ -17,7 +17,7 @@ from vlora.request import Output, Request, Timings, TokenLogprob
 from vlora.serving.answer_writer import AnswerWriter
 from vlora.serving.codec import Call, is_cancel, prepare, read_call, sampling_keys
 from vlora.serving.task_head import to_result
-from vlora.serving.tensors import Tensors, flag, strings
+from vlora.serving.tensors import EncodedStrings, Tensors, check_strings, flag, strings
 from vlora.vision.prompts import TASKS
 from vlora.vision.results import MAX_WARNINGS
 
@@ -36,6 +36,39 @@ def keys(**values: Any) -> np.ndarray:
 
 def prepare_call(call: Call) -> tuple[Request, str]:
     return prepare(call, "id", None, TEMPLATE)
+
+
+def encoded(*lengths_and_texts: tuple[int, bytes]) -> np.ndarray:
+    """Return the protocol's form of strings with these length prefixes, uint8 [bytes]."""
+    parts = [length.to_bytes(4, "little") + text for length, text in lengths_and_texts]
+    return np.frombuffer(b"".join(parts), np.uint8)
+
+
+def test_strings_are_read_in_their_shape() -> None:
+    content = encoded((2, b"ab"), (0, b""), (3, b"cde"), (1, b"f"))
+    tensor = EncodedStrings(content).reshape((2, 2))
+    assert tensor.tolist() == [[b"ab", b""], [b"cde", b"f"]]
+    assert EncodedStrings(encoded()).reshape((0,)).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("content", "shape", "reason"),
+    [
+        (encoded((9, b"ab")), (1,), "'text' does not hold 1 elements, each after its length"),
+        (encoded((1, b"ab")), (1,), "does not hold 1 elements"),
+        (encoded((1, b"a"), (1, b"b")), (1,), "does not hold 1 elements"),
+        (encoded((1, b"a")), (2,), "does not hold 2 elements"),
+        (encoded()[:0], (1,), "does not hold 1 elements"),
+        (encoded((0, b"")), (1, 5_000_000), "has 5000000 elements; the limit is 16384"),
+    ],
+)
+def test_strings_that_cannot_be_read_fail_alone(
+    content: np.ndarray, shape: tuple[int, ...], reason: str
+) -> None:
+    tensor = EncodedStrings(content).reshape(shape)
+    assert tensor.shape == shape
+    with pytest.raises(InvalidArgument, match=reason):
+        check_strings({"text": tensor})
 
 
 def test_a_plain_request_has_the_defaults_of_the_vllm_backend() -> None:

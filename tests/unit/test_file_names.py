@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.ascii_file_names import ASCII
-from vlora.errors import InvalidArgument
+from vlora.errors import MAX_SHOWN, InvalidArgument
 from vlora.file_names import decoded, openable, to_path, to_text
 from vlora.model.weight_files import INDEX
 
@@ -89,6 +89,7 @@ def test_text_and_paths_are_converted_and_paths_in_messages_are_decoded() -> Non
     assert decoded(f"no such file: {undecoded!r}, \\udcff") == "no such file: 'zählen', \\udcff"
     assert decoded("a \udcff and a \ud800") == "a \udcff and a \ud800"
     assert str(InvalidArgument(f"{undecoded} is missing")) == "zählen is missing"
+    assert str(InvalidArgument("x" * (MAX_SHOWN + 1))) == "x" * MAX_SHOWN + " …"
 
 
 def test_a_folder_whose_path_is_not_text_has_another_path_that_is(tmp_path: Path) -> None:

@@ -75,6 +75,13 @@ def test_the_message_of_the_task_raw_is_a_prompt() -> None:
     assert refusal(messages=turns, task="raw").param == "messages"
 
 
+@pytest.mark.parametrize("name", ["model", "task"])
+def test_a_name_that_is_long_is_refused_without_an_echo(name: str) -> None:
+    # A body may be large if a value looks like a data URL.
+    refused = refusal(**{name: "data:" + "x" * 1000})
+    assert (refused.param, refused.message[-37:]) == (name, "has 1005 characters; the limit is 256")
+
+
 def test_a_clip_is_a_list_of_frames() -> None:
     clip = {"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,AA,BB,CC"}}
     frames = chat(clip, text("What happens?")).conversation.frames

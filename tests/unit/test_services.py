@@ -21,6 +21,7 @@ from tests.support.services import (
     UnarySetting,
     VisionSetting,
 )
+from vlora.config import Limits
 from vlora.errors import (
     Cancelled,
     Internal,
@@ -357,11 +358,11 @@ def test_an_id_that_others_may_have_cancels_nothing(unary: UnarySetting) -> None
 
 
 def test_the_inner_request_never_streams_and_has_the_clients_sampling_parameters() -> None:
-    inner = inner_request({"text_input": strings(["q"])}, {"temperature": 0})
+    inner = inner_request({"text_input": strings(["q"])}, {"temperature": 0}, Limits())
     assert not inner["stream"][0]
     assert json.loads(first(inner["sampling_parameters"])) == {"temperature": 0}
     given = {"text_input": strings(["q"]), "sampling_parameters": strings(["{}"])}
-    assert first(inner_request(given, {"temperature": 0})["sampling_parameters"]) == "{}"
+    assert first(inner_request(given, {"temperature": 0}, Limits())["sampling_parameters"]) == "{}"
 
 
 def test_metadata_of_an_ensemble_must_be_valid_utf8(unary: UnarySetting) -> None:

@@ -20,7 +20,7 @@ from vlora.vision.prompts import RAW_TASK
 
 # Maximum number of commas in a body. It limits the number of values, which take time to check.
 MAX_COMMAS = 1 << 18
-MAX_MODEL_LENGTH = 256  # Maximum number of characters of a model's name.
+MAX_NAME_LENGTH = 256  # Maximum number of characters of the name of a model or task.
 MAX_TOP_LOGPROBS = 20
 
 # Sampling keys that are sent if the request lacks them. `stream_interval_ms` limits the cost of
@@ -285,9 +285,6 @@ def _model(given: Mapping[str, Any]) -> str:
     name = _text(given, "model")
     if not name:
         raise invalid("model", "'model' is missing; GET /v1/models lists the names")
-    if len(name) > MAX_MODEL_LENGTH:
-        message = f"'model' has {len(name)} characters; the limit is {MAX_MODEL_LENGTH}"
-        raise invalid("model", message)
     return name
 
 
@@ -339,4 +336,7 @@ def _text(given: Mapping[str, Any], name: str) -> str | None:
     value = given.get(name)
     if value is not None and not isinstance(value, str):
         raise wrong_value(name, value, "a string")
+    if value is not None and len(value) > MAX_NAME_LENGTH:
+        message = f"'{name}' has {len(value)} characters; the limit is {MAX_NAME_LENGTH}"
+        raise invalid(name, message)
     return value

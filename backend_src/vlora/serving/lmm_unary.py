@@ -64,7 +64,7 @@ class LmmUnaryService(Service):
         sampling = read_sampling(Inputs(tensors), parameters, self._limits)
         freshness = freshness_of(sampling, arrival)
         self.table.share(request, freshness.cache_salt, self._max_requests - len(self.table) + 1)
-        work = partial(self._relay, request, inner_request(tensors, sampling))
+        work = partial(self._relay, request, inner_request(tensors, sampling, self._limits))
         self._wait_for(self._pool, request, freshness, work)
 
     def _relay(self, request: ServedRequest, inner: dict[str, Array]) -> None:
@@ -91,7 +91,9 @@ def inner_id(request: LiveRequest) -> str:
     return request.client_id if request.has_own_id else request.id
 
 
-def inner_request(tensors: Tensors, sampling: Mapping[str, Any]) -> dict[str, Array]:
+def inner_request(
+    tensors: Tensors, sampling: Mapping[str, Any], limits: Limits
+) -> dict[str, Array]:
     """Return the inputs for the call of `lmm`: not streaming, with `sampling` as a tensor.
 
     Raises InvalidArgument.
@@ -103,7 +105,7 @@ def inner_request(tensors: Tensors, sampling: Mapping[str, Any]) -> dict[str, Ar
         )
     if "image_layout" in tensors:
         # `task_head` puts the metadata into JSON, so they must be valid UTF-8.
-        inputs.text("metadata")
+        inputs.text("metadata", limits.max_metadata_bytes)
     inner = {name: np.array(tensor) for name, tensor in tensors.items()}
     inner["stream"] = flag(False)
     if "sampling_parameters" not in inner and sampling:

@@ -41,7 +41,7 @@ def as_sendable(text: str) -> str:
     for character in text[: MAX_MESSAGE_BYTES + 1]:
         available -= len(character) if character.isascii() else 3 * len(character.encode())
         if available < 0:
-            return f"{''.join(pieces)} … ({len(text)} characters in all)"
+            return f"{''.join(pieces)} …"
         pieces.append(character)
     return "".join(pieces)
 

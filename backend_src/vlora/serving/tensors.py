@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,52 @@ Array = np.ndarray[Any, np.dtype[Any]]
 Tensors = Mapping[str, Array]
 
 ELEMENT_BYTES = 48  # An element of a STRING tensor takes these in addition to its content.
+MAX_ELEMENTS = 16384  # Maximum number of elements of a STRING tensor.
+MAX_NAME_BYTES = 1024  # Maximum size of a text that names something.
+
+
+class EncodedStrings:
+    """Content of a STRING tensor in the protocol's form: each element follows its length.
+
+    encoded: uint8 [bytes].
+    """
+
+    def __init__(self, encoded: Array) -> None:
+        self._encoded = encoded
+
+    def reshape(self, shape: Sequence[int]) -> Array:
+        """Return the elements as bytes. If they cannot be read, every element is the reason, an
+        InvalidArgument, so that a single request fails (`check_strings`).
+        """
+        count = math.prod(shape)
+        if count > MAX_ELEMENTS:
+            reason = f"has {count} elements; the limit is {MAX_ELEMENTS}"
+        else:
+            elements = self._elements(count)
+            if elements is not None:
+                tensor = np.empty(count, dtype=np.object_)
+                tensor[:] = elements
+                return tensor.reshape(shape)
+            reason = f"does not hold {count} elements, each after its length as 4 bytes"
+        one = np.empty((), dtype=np.object_)
+        one[()] = InvalidArgument(reason)
+        return np.broadcast_to(one, shape)
+
+    def _elements(self, count: int) -> list[bytes] | None:
+        content, at, elements = self._encoded.data, 0, list[bytes]()
+        while at + 4 <= len(content) and len(elements) < count:
+            end = at + 4 + int.from_bytes(content[at : at + 4], "little")
+            elements.append(bytes(content[at + 4 : end]))
+            at = end
+        return elements if at == len(content) and len(elements) == count else None
+
+
+def check_strings(tensors: Tensors) -> None:
+    """Raise InvalidArgument if a tensor is one that `EncodedStrings` could not read."""
+    for name, tensor in tensors.items():
+        first = tensor.flat[0] if tensor.dtype == np.object_ and tensor.size else None
+        if isinstance(first, InvalidArgument):
+            raise InvalidArgument(f"'{name}' {first}")
 
 
 class Inputs:
@@ -32,10 +79,10 @@ class Inputs:
             raise InvalidArgument(f"'{name}' is missing; send it as STRING of shape [1]")
         return self.decode(name, content)
 
-    def text(self, name: str) -> str | None:
-        """Return the text of a STRING[1]; None if it is missing."""
-        value = self._one(name, "STRING")
-        return None if value is None else self.decode(name, as_bytes(value))
+    def text(self, name: str, limit: int = MAX_NAME_BYTES) -> str | None:
+        """Return the text of a STRING[1], of at most `limit` bytes; None if it is missing."""
+        content = self.blob(name, limit)
+        return None if content is None else self.decode(name, content)
 
     def blob(self, name: str, limit: int) -> bytes | None:
         """Return the bytes of a STRING[1], at most `limit`; None if it is missing."""

@@ -26,6 +26,7 @@ from vlora.serving.triton.requests import (
     inputs_of,
     make_error_response,
     parameters_of,
+    read_strings_by_request,
     to_triton,
 )
 
@@ -106,6 +107,7 @@ class TritonProcess:
         # The empty entry is the working folder, which `vlora serve` chooses, but others may not.
         sys.path[:] = filter(None, sys.path)
         log_to_triton(args["model_name"])
+        read_strings_by_request()
         self.lifeline = Lifeline(args["model_name"])
         self._lmm_version = to_path(args["model_repository"]).parent / LMM / "1"
         self.options = load_options(self._lmm_version / "model.json")

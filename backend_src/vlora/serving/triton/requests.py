@@ -18,7 +18,7 @@ from vlora.request import ImageFeatures
 from vlora.serving.codec import ADAPTER_VERSION, RETURNED
 from vlora.serving.metrics import ErrorCounts
 from vlora.serving.responder import to_message
-from vlora.serving.tensors import Array, Tensors, flag
+from vlora.serving.tensors import Array, EncodedStrings, Tensors, check_strings, flag
 from vlora.serving.vision_encoder import features_from
 from vlora.strict_json import load_object
 
@@ -28,8 +28,21 @@ MAX_ID_LENGTH = 1024  # Ids are stored after requests end.
 
 
 def inputs_of(request: Any) -> dict[str, Array]:
-    """Return the request's tensors by name. They are views and become invalid with the request."""
-    return {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+    """Return the request's tensors by name. They are views and become invalid with the request.
+    Raises InvalidArgument for a STRING tensor that cannot be read.
+    """
+    tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+    check_strings(tensors)
+    return tensors
+
+
+def read_strings_by_request() -> None:
+    """Make Triton's stub read STRING tensors with limits, and fail no other request of a batch.
+
+    The stub calls this function and then `reshape`. Its own takes seconds for millions of elements,
+    and an error in it fails the whole batch.
+    """
+    pb_utils.deserialize_bytes_tensor = lambda encoded: EncodedStrings(encoded.view(np.uint8))
 
 
 def parameters_of(request: Any, limits: Limits) -> dict[str, Any]:
@@ -129,10 +142,6 @@ LMM = "lmm"
 LMM_UNARY = "lmm_unary"
 VISION_ENCODER = "vision_encoder"
 
-# Maximum calls of the encoder for one request. Triton 2.51 fails a whole batch for wrong length
-# prefixes in one request's strings. So if an error has a message of Triton's own, another request
-# caused it, and the call is repeated.
-ENCODE_TRIES = 3
 # Seconds for which responses of decoupled calls are kept. Triton's stub forgets such a call on a
 # thread without the GIL. As the last owner of its arrays, it would corrupt reference counts
 # (python_backend issue 390, fixed in 24.12).
@@ -167,11 +176,7 @@ class ModelCalls:
         """Return the features of one request, without batch dimension, from `vision_encoder`."""
         batched = {name: value[None] for name, value in tensors.items()}
         outputs = ("image_features", "image_layout", ADAPTER_VERSION)
-        for _ in range(ENCODE_TRIES):
-            response = _request(VISION_ENCODER, batched, outputs, request_id).exec()
-            if not response.has_error() or is_coded(response.error().message()):
-                break
-        return features_from(unwrap(response))
+        return features_from(unwrap(_request(VISION_ENCODER, batched, outputs, request_id).exec()))
 
     def clear(self) -> None:
         """Release the responses that are kept for `ALIVE_SECONDS` after their use."""
