@@ -220,6 +220,8 @@ class Gateway:
         except (ClientDisconnect, Disconnected):
             self.metrics.disconnects.inc()
             return Response(status_code=499)
+        except asyncio.CancelledError:
+            raise _stopped() from None
 
     async def _load(self, ask: Ask, held: Held) -> list[list[bytes]]:
         """Return the files of a request's images, and those of its frames."""
@@ -304,6 +306,9 @@ class _Events(Response):
                 await connected(receive, self._send(send))
             except Disconnected:
                 self._metrics.disconnects.inc()
+            except asyncio.CancelledError:
+                scope["state"]["visit"].code = (error := _stopped()).code
+                await send({"type": "http.response.body", "body": _event(error)})
 
     async def _send(self, send: Any) -> None:
         async for event in self._events:
@@ -322,6 +327,11 @@ def _read(read: Callable[[dict[str, Any]], Ask], body: bytearray) -> Ask:
 
 def _event(error: ApiError) -> bytes:
     return b"data: %b\n\n" % error.as_json()
+
+
+def _stopped() -> ApiError:
+    """Return the error for a request that is cancelled because the gateway stops."""
+    return ApiError("UNAVAILABLE", "the gateway has stopped before the end of the answer")
 
 
 async def _only(event: bytes) -> AsyncGenerator[bytes, None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import math
 import signal
@@ -26,6 +27,7 @@ from vlora.net import (
 
 # Seconds for which an idle connection is kept. Proxies usually keep theirs for 60 s.
 KEEP_ALIVE_SECONDS = 75
+LAST_SECONDS = 2  # Seconds for sending errors to the requests that outlast the grace period.
 BACKLOG = 2048  # Maximum number of connections that wait to be accepted.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # Numbers of options in glibc's malloc.h.
 
@@ -53,6 +55,25 @@ def keep_freed_memory() -> None:
         set_option(M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
+class Server(uvicorn.Server):
+    """Cancels the requests that outlast the grace period, so that they send an error as their end.
+
+    uvicorn would cancel them when it closes what they need for this.
+    """
+
+    def __init__(self, config: uvicorn.Config, grace_seconds: float) -> None:
+        super().__init__(config)
+        self._grace_seconds = grace_seconds
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().call_later(self._grace_seconds, self._cancel_requests)
+        await super().shutdown(sockets)
+
+    def _cancel_requests(self) -> None:
+        for task in self.server_state.tasks:
+            task.cancel()
+
+
 def serve(options: GatewayOptions) -> None:
     """Serve until SIGINT or SIGTERM, then let running requests finish. Raises ServerError."""
     raise_file_limit()
@@ -74,11 +95,11 @@ def serve(options: GatewayOptions) -> None:
         ws="none",
         lifespan="on",
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=math.ceil(options.grace_seconds),
+        timeout_graceful_shutdown=math.ceil(options.grace_seconds) + LAST_SECONDS,
     )
     with listen(options.host, chosen["port"]) as listener:
         for number in (signal.SIGINT, signal.SIGTERM):
             # uvicorn handles these signals itself, and raises them again when it has ended.
             signal.signal(number, lambda *_: sys.exit(0))
         print(f"gateway   http://{reachable_host(options.host)}:{chosen['port']}/v1", flush=True)
-        uvicorn.Server(config).run(sockets=[listener])
+        Server(config, options.grace_seconds).run(sockets=[listener])
