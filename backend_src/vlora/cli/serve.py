@@ -17,10 +17,21 @@ import typer
 from vlora import paths
 from vlora.cli import common
 from vlora.cli.common import option, print_labelled, print_lines, print_plain
-from vlora.cli.gateway import check_installed
+from vlora.cli.gateway import (
+    DEFAULTS,
+    AnswerTimeout,
+    BaseName,
+    CorsOrigin,
+    FetchTimeout,
+    ImageHost,
+    MaxBody,
+    MaxFetch,
+    RequestsPerMinute,
+    check_installed,
+)
 from vlora.config import Options
 from vlora.errors import MAX_NAMES, ServerError
-from vlora.gateway.options import GatewayOptions
+from vlora.gateway.options import MIB
 from vlora.launcher.assembly import unknown_variables
 from vlora.launcher.gateway_process import GatewayProcess
 from vlora.launcher.repository import GRACE_SECONDS, STANDARD_OUTPUT, ServerOptions
@@ -86,6 +97,7 @@ Triton = Annotated[
 
 @app.command(cls=common.ConfiguredCommand)
 def serve(
+    context: typer.Context,
     model: common.ModelOption = None,
     adapters: common.AdaptersOption = None,
     repository: common.RepositoryOption = None,
@@ -95,6 +107,15 @@ def serve(
     metrics_port: MetricsPort = 8002,
     gateway_port: GatewayPort = None,
     gateway_keys: GatewayKeys = None,
+    # `_gateway` passes the following options on, as the context has them.
+    gateway_requests_per_minute: RequestsPerMinute = None,
+    gateway_base_name: BaseName = DEFAULTS.base_name,
+    gateway_image_host: ImageHost = None,
+    gateway_cors_origin: CorsOrigin = None,
+    gateway_max_body: MaxBody = DEFAULTS.max_body_bytes // MIB,
+    gateway_max_fetch: MaxFetch = DEFAULTS.max_fetch_bytes // MIB,
+    gateway_fetch_timeout: FetchTimeout = DEFAULTS.fetch_seconds,
+    gateway_answer_timeout: AnswerTimeout = DEFAULTS.answer_seconds,
     allow_shared_memory: AllowSharedMemory = False,
     log: Log = None,
     grace: Grace = int(GRACE_SECONDS),
@@ -136,9 +157,8 @@ def serve(
         )
         supervisor = Supervisor(server_options, print_lines, RestartPolicy() if restart else None)
         if gateway_port is not None:
-            _check_names(options, configured.names)
-        to_file = log != STANDARD_OUTPUT
-        with _gateway(host, gateway_port, gateway_keys, to_file) as gateway:
+            _check_names(options, configured.names, gateway_base_name)
+        with _gateway(context, log != STANDARD_OUTPUT) as gateway:
             supervisor.run(partial(_announce, options, gateway))
 
 
@@ -150,8 +170,8 @@ def _check_triton_arguments(arguments: list[str]) -> None:
         )
 
 
-def _check_names(options: Options, names: Mapping[str, str]) -> None:
-    base, root = GatewayOptions.base_name, options.adapters
+def _check_names(options: Options, names: Mapping[str, str], base: str) -> None:
+    root = options.adapters
     if root is not None and (base in names or (root / base).is_dir()):
         raise ServerError(
             f"an adapter is named '{base}', which is the name of the base model in the gateway;"
@@ -160,18 +180,34 @@ def _check_names(options: Options, names: Mapping[str, str]) -> None:
 
 
 def _gateway(
-    host: str, port: int | None, keys: Path | None, log_to_file: bool
+    context: typer.Context, log_to_file: bool
 ) -> AbstractContextManager[GatewayProcess | None]:
+    """Return the gateway that the options `--gateway-…` of a command line describe, or None."""
+    prefix = "gateway_"
+    sources = ((name, context.get_parameter_source(name)) for name in context.params)
+    given = [
+        name
+        for name, source in sources
+        if name.startswith(prefix) and source is not None and source.name == "COMMANDLINE"
+    ]
+    options = {name.removeprefix(prefix): context.params[name] for name in given}
+    port, keys = options.pop("port", None), options.pop("keys", None)
     if port is None:
-        if keys is not None:
-            raise ServerError("--gateway-keys needs --gateway-port")
+        if given:
+            raise ServerError(f"--{given[0].replace('_', '-')} needs --gateway-port")
         return nullcontext()
     check_installed()
     if keys is not None:
         from vlora.gateway.door import load_keys
 
         load_keys(keys)
-    return GatewayProcess(host, port, keys, print_plain, log_to_file)
+    arguments = [
+        f"--{name.replace('_', '-')}={one}"
+        for name, value in options.items()
+        for one in (value if isinstance(value, list | tuple) else [value])
+    ]
+    host = context.params["host"]
+    return GatewayProcess(host, port, keys, print_plain, log_to_file, arguments)
 
 
 def _announce(
