@@ -9,8 +9,8 @@ import os
 import random
 import socket
 import string
-from collections.abc import Awaitable, Callable
-from contextlib import closing
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from uvicorn.server import ServerState
 
 from vlora.errors import ServerError
 from vlora.gateway import bodies, door
+from vlora.gateway.app import _Events
 from vlora.gateway.door import (
     AccessLog,
     Door,
@@ -274,7 +275,7 @@ Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[bytes]]
 
 
 class Impatient(LimitedConnection):
-    head_seconds = 0.1
+    head_seconds = send_seconds = 0.1
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -411,6 +412,51 @@ def test_a_running_request_of_a_lost_connection_is_notified() -> None:
 
     state: list[asyncio.Event] = []
     assert talk(client, answer=waiting) == b"notified"
+
+
+@pytest.mark.parametrize("protocol", [Impatient, LimitedConnection])
+def test_a_client_that_reads_nothing_is_disconnected_and_one_that_half_closes_at_once(
+    protocol: type[LimitedConnection],
+) -> None:
+    """Much of the answer waits to be sent. A patient gateway hears that the client half closes."""
+    running = sent = 0
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        nonlocal running, sent
+        running += 1
+        try:
+            while True:
+                sent += 1
+                await asyncio.sleep(0)
+                yield b"x" * (1 << 16)
+        finally:
+            running -= 1
+
+    async def endless(scope: Scope, receive: Receive, send: Send) -> None:
+        await _Events(events(), events(), GatewayMetrics())(scope, receive, send)  # type: ignore[arg-type]
+
+    def files() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(START + b"\r\n")
+        await reader.readuntil(b"200 OK")
+        opened, before = files(), 0
+        if protocol is LimitedConnection:
+            while sent != before:
+                before = sent
+                await asyncio.sleep(0.05)
+            writer.write_eof()
+        while running:
+            await asyncio.sleep(0.01)
+        assert (await reader.read(1 << 16)).endswith(b"x" * 100)
+        with suppress(ConnectionError):
+            while await reader.read(1 << 20):
+                pass
+        assert files() == opened - 1
+        return b"%d" % running
+
+    assert talk(client, protocol, endless) == b"0"
 
 
 def test_a_limited_number_of_requests_may_wait_on_a_connection() -> None:
