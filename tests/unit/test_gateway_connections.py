@@ -18,6 +18,7 @@ import pytest
 from uvicorn import Config
 from uvicorn.server import ServerState
 
+from tests.support.polling import until
 from vlora.errors import ServerError
 from vlora.gateway import bodies, door
 from vlora.gateway.app import _Events
@@ -250,12 +251,30 @@ def test_a_file_of_keys_that_cannot_be_used_is_an_error_without_the_keys(
     assert KEY not in str(refused.value)
 
 
-def test_an_access_log_that_cannot_be_written_stops_nothing() -> None:
+def test_an_access_log_that_cannot_be_written_stops_nothing_and_tells_how_many_lines_are_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(door, "MAX_LOG_LINES", 10)
     unread, end = os.pipe()
-    for raw in (io.FileIO(end, "w"), io.FileIO("/dev/full", "w")):
-        file = io.TextIOWrapper(raw, write_through=True)
-        call = Caller(log=AccessLog(file))
+    os.set_blocking(unread, False)
+    lines = b""
+    for raw in (io.FileIO("/dev/full", "w"), io.FileIO(end, "w")):
+        metrics = GatewayMetrics()
+        log = AccessLog(io.TextIOWrapper(raw, write_through=True), metrics.lost_lines)
+        call = Caller(log=log)
         assert [call("/x" * 40_000) for _ in range(100)] == [200] * 100
+
+    def told() -> int:
+        """Return how many lines are lost, once the log tells of all."""
+        nonlocal lines
+        with suppress(BlockingIOError):
+            lines += os.read(unread, 1 << 20)
+        found = [json.loads(line) for line in lines.split(b"\n")[:-1]]
+        lost = [line["lost_lines"] for line in found if "lost_lines" in line]
+        return sum(lost) if len(found) - len(lost) + sum(lost) == 100 else 0
+
+    lost = until(told)
+    assert f"lost_log_lines_total {lost:.1f}\n" in metrics.text().decode()
     os.close(unread)
 
 

@@ -25,7 +25,16 @@ from vlora.errors import nearest, shown
 from vlora.gateway.answers import CompletionWriter
 from vlora.gateway.backend import Backend, Piece, Question, wait_for_first_answer
 from vlora.gateway.bodies import MAX_JSON_BYTES, Bodies, Held, too_much_json
-from vlora.gateway.door import App, Door, GatewayMetrics, KeyFile, RateLimit, Receive, Visit
+from vlora.gateway.door import (
+    AccessLog,
+    App,
+    Door,
+    GatewayMetrics,
+    KeyFile,
+    RateLimit,
+    Receive,
+    Visit,
+)
 from vlora.gateway.errors import ApiError, error_response
 from vlora.gateway.media import MediaLoader
 from vlora.gateway.options import GatewayOptions
@@ -410,6 +419,7 @@ def make_app(options: GatewayOptions) -> App:
         None if options.requests_per_minute is None else RateLimit(options.requests_per_minute),
         frozenset(options.cors_origins),
         gateway.metrics,
+        AccessLog(sys.stdout, gateway.metrics.lost_lines),
     )
 
 
