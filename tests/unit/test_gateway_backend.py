@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -35,14 +36,15 @@ RETRY_SECONDS = 0.05
 
 
 class Server(service_pb2_grpc.GRPCInferenceServiceServicer):
-    """A server that answers every request with an empty description, or `hangs`, at once or after
-    its first answer.
+    """A server that answers every request with its description, or `hangs`, at once or after its
+    first answer.
 
     calls, running: numbers of all calls, and of those that have not ended.
     """
 
     def __init__(self, hangs: bool, answers: bool) -> None:
         self.calls = self.running = 0
+        self.description: dict[str, Any] = {}
         self._hangs = hangs
         self._answers = answers
 
@@ -54,7 +56,7 @@ class Server(service_pb2_grpc.GRPCInferenceServiceServicer):
         for _ in requests if self._answers else ():
             answer = service_pb2.ModelStreamInferResponse()
             answer.infer_response.outputs.add(name="details", datatype="BYTES", shape=[1])
-            raw = json.dumps({}).encode()
+            raw = json.dumps(self.description).encode()
             answer.infer_response.raw_output_contents.append(len(raw).to_bytes(4, "little") + raw)
             yield answer
             if self._hangs:
@@ -197,7 +199,7 @@ def test_the_gateway_reports_a_missing_server_and_still_starts_and_stops(
     address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def run() -> str:
-        gateway = Gateway(GatewayOptions(grpc=address))
+        gateway = Gateway(GatewayOptions(grpc=address), lambda error: None)
         said = ""
         async with gateway.running(None):  # type: ignore[arg-type]
             deadline = time.monotonic() + 30
@@ -207,6 +209,18 @@ def test_the_gateway_reports_a_missing_server_and_still_starts_and_stops(
         return said
 
     assert f"no answer from the server at {address} yet" in asyncio.run(run())
+
+
+@pytest.mark.parametrize("adapters", [{"adapters": [{"name": "base"}]}, {"broken": {"base": "?"}}])
+def test_a_gateway_ends_if_an_adapter_has_the_name_of_the_base_model(
+    address: str, adapters: dict[str, Any]
+) -> None:
+    command = [sys.executable, "-m", "vlora.cli", "gateway", "--port", "0", "--grpc", address]
+    with serving(address) as server:
+        server.description = adapters
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert "an adapter is named 'base', which is the name of the base model" in ended.stderr
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import time
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -31,7 +30,7 @@ from vlora.cli.gateway import (
 )
 from vlora.config import Options
 from vlora.errors import MAX_NAMES, ServerError
-from vlora.gateway.options import MIB
+from vlora.gateway.options import MIB, check_base_name
 from vlora.launcher.assembly import unknown_variables
 from vlora.launcher.gateway_process import GatewayProcess
 from vlora.launcher.repository import GRACE_SECONDS, STANDARD_OUTPUT, ServerOptions
@@ -157,7 +156,9 @@ def serve(
         )
         supervisor = Supervisor(server_options, print_lines, RestartPolicy() if restart else None)
         if gateway_port is not None:
-            _check_names(options, configured.names, gateway_base_name)
+            name, root = gateway_base_name, options.adapters
+            is_taken = root is not None and (name in configured.names or (root / name).is_dir())
+            check_base_name(name, is_taken, "--gateway-base-name")
         with _gateway(context, log != STANDARD_OUTPUT) as gateway:
             supervisor.run(partial(_announce, options, gateway))
 
@@ -167,15 +168,6 @@ def _check_triton_arguments(arguments: list[str]) -> None:
         raise ServerError(
             f"unexpected argument '{arguments[0]}'; name a checkpoint with --model FOLDER, and"
             " write options of tritonserver itself after a separate --"
-        )
-
-
-def _check_names(options: Options, names: Mapping[str, str], base: str) -> None:
-    root = options.adapters
-    if root is not None and (base in names or (root / base).is_dir()):
-        raise ServerError(
-            f"an adapter is named '{base}', which is the name of the base model in the gateway;"
-            f" give the adapter another name, or its requests would get the base model's answers"
         )
 
 

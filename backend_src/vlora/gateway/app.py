@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect
 from starlette.staticfiles import StaticFiles
 
 from vlora import __version__, paths
-from vlora.errors import nearest, shown
+from vlora.errors import ServerError, nearest, shown
 from vlora.gateway.answers import CompletionWriter
 from vlora.gateway.backend import Backend, Piece, Question, wait_for_first_answer
 from vlora.gateway.bodies import MAX_JSON_BYTES, Bodies, Held, too_much_json
@@ -37,7 +37,7 @@ from vlora.gateway.door import (
 )
 from vlora.gateway.errors import ApiError, error_response
 from vlora.gateway.media import MediaLoader
-from vlora.gateway.options import GatewayOptions
+from vlora.gateway.options import GatewayOptions, check_base_name
 from vlora.gateway.requests import Ask, of_tenant, read_body, read_chat, read_completion
 from vlora.net import get, is_local
 
@@ -128,10 +128,14 @@ PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/m
 
 
 class Gateway:
-    """Request handlers of one application."""
+    """Request handlers of one application.
 
-    def __init__(self, options: GatewayOptions) -> None:
+    fail: stops the gateway, because it cannot serve this server.
+    """
+
+    def __init__(self, options: GatewayOptions, fail: Callable[[ServerError], None]) -> None:
         self.options = options
+        self._fail = fail
         self.metrics = GatewayMetrics()
         self._created = int(time.time())
 
@@ -143,14 +147,23 @@ class Gateway:
         self._bodies = Bodies(self.options)
         gc.collect()
         gc.freeze()  # Exclude the objects of imported libraries from later garbage collections.
-        say = partial(print, file=sys.stderr, flush=True)
-        waiting = asyncio.create_task(wait_for_first_answer(self._backend, self.options.grpc, say))
+        waiting = asyncio.create_task(self._check_server())
         yield
         waiting.cancel()
         await asyncio.wait([waiting])
         self._bodies.close()
         await self._media.close()
         await self._backend.close()
+
+    async def _check_server(self) -> None:
+        say = partial(print, file=sys.stderr, flush=True)
+        description = await wait_for_first_answer(self._backend, self.options.grpc, say)
+        name, names = self.options.base_name, {*description.get("broken", ())}
+        names |= {adapter["name"] for adapter in description.get("adapters", ())}
+        try:
+            check_base_name(name, name in names, "--base-name")
+        except ServerError as error:
+            self._fail(error)
 
     async def chat(self, request: Request) -> Response:
         return await self._complete(request, read_chat)
@@ -202,7 +215,7 @@ class Gateway:
                 **{key: value for key, value in adapter.items() if key != "name"},
             }
             for adapter in description["adapters"]
-            if adapter["name"] != base["id"]
+            if adapter["name"] != base["id"]  # It may have been added after the start.
         ]
         # A server of an earlier version does not send the labels.
         return [{**base, "task_labels": description.get("task_labels", {})}, *adapters]
@@ -380,9 +393,9 @@ async def _internal_error(request: Request, error: Exception) -> Response:
     return error_response(ApiError("INTERNAL", "the gateway failed; see its log for details"))
 
 
-def make_app(options: GatewayOptions) -> App:
+def make_app(options: GatewayOptions, fail: Callable[[ServerError], None]) -> App:
     """Return the application. Raises ServerError if the file of API keys cannot be used."""
-    gateway = Gateway(options)
+    gateway = Gateway(options, fail)
     app = FastAPI(
         title="V-LoRA gateway",
         version=__version__,

@@ -59,7 +59,11 @@ class Server(uvicorn.Server):
     """Cancels the requests that outlast the grace period, so that they send an error as their end.
 
     uvicorn would cancel them when it closes what they need for this.
+
+    failure: why it has stopped by itself, or None.
     """
+
+    failure: ServerError | None = None
 
     def __init__(self, config: uvicorn.Config, grace_seconds: float) -> None:
         super().__init__(config)
@@ -68,6 +72,10 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().call_later(self._grace_seconds, self._cancel_requests)
         await super().shutdown(sockets)
+
+    def fail(self, error: ServerError) -> None:
+        self.failure = error
+        self.should_exit = True
 
     def _cancel_requests(self) -> None:
         for task in self.server_state.tasks:
@@ -84,7 +92,7 @@ def serve(options: GatewayOptions) -> None:
     check_host(options.host)
     check_keys(options.host, options.keys, "--keys")
     chosen = choose_ports({"port": options.port}, options.host)
-    app = make_app(options)
+    app = make_app(options, lambda error: server.fail(error))
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -97,9 +105,12 @@ def serve(options: GatewayOptions) -> None:
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=math.ceil(options.grace_seconds) + LAST_SECONDS,
     )
+    server = Server(config, options.grace_seconds)
     with listen(options.host, chosen["port"]) as listener:
         for number in (signal.SIGINT, signal.SIGTERM):
             # uvicorn handles these signals itself, and raises them again when it has ended.
             signal.signal(number, lambda *_: sys.exit(0))
         print(f"gateway   http://{reachable_host(options.host)}:{chosen['port']}/v1", flush=True)
-        Server(config, options.grace_seconds).run(sockets=[listener])
+        server.run(sockets=[listener])
+    if server.failure is not None:
+        raise server.failure
