@@ -63,7 +63,11 @@ class Caller:
         self._door = Door(answer, keys, limit, origins, GatewayMetrics(), log or self.log)
 
     def __call__(
-        self, path: str = "/v1/models", host: str = "localhost:8080", **headers: str
+        self,
+        path: str = "/v1/models",
+        host: str = "localhost:8080",
+        method: str = "GET",
+        **headers: str,
     ) -> int:
         """Send a request with a body of five parts, and return the status of its answer.
 
@@ -71,7 +75,7 @@ class Caller:
         """
         pairs = [(b"host", one.encode()) for one in host.split(" ")]
         pairs += [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-        scope: dict[str, Any] = {"type": "http", "method": "GET", "path": path, "headers": pairs}
+        scope: dict[str, Any] = {"type": "http", "method": method, "path": path, "headers": pairs}
         self.events: list[str] = []
         statuses: list[int] = []
         self.headers: dict[bytes, bytes] = {}
@@ -199,6 +203,8 @@ def test_wrong_keys_are_limited_and_two_are_refused() -> None:
     assert call.headers[b"access-control-allow-origin"] == PAGE.encode()
     assert call(authorization=f"Bearer {KEY}") == 200
     assert call(authorization=f"Bearer {KEY}", Authorization=f"Bearer {KEY}") == 400
+    # A browser asks without a key whether a page may send a request, so tenants share no limit.
+    assert [call(method="OPTIONS", origin=PAGE) for _ in range(4)] == [200] * 4
 
 
 def test_a_changed_file_of_keys_holds_at_once(tmp_path: Path) -> None:

@@ -323,9 +323,11 @@ class Door:
             refusal = f"web pages of the origin {shown(origin)} may not use this gateway"
             raise ApiError("PERMISSION_DENIED", refusal)
         path = scope["path"]
-        if path == "/" or any(path == open or path.startswith(f"{open}/") for open in OPEN_PATHS):
+        # Before a page's request, a browser sends OPTIONS without its key.
+        is_open = path == "/" or scope["method"] == "OPTIONS"
+        if is_open or any(path == open or path.startswith(f"{open}/") for open in OPEN_PATHS):
             return
-        if self.keys is not None and scope["method"] != "OPTIONS":
+        if self.keys is not None:
             keys = self.keys.current() if isinstance(self.keys, KeyFile) else self.keys
             try:
                 visit.tenant = _tenant(keys, headers.get("authorization", b""))
