@@ -9,7 +9,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -175,31 +175,34 @@ def _gateway(
     context: typer.Context, log_to_file: bool
 ) -> AbstractContextManager[GatewayProcess | None]:
     """Return the gateway that the options `--gateway-…` of a command line describe, or None."""
-    prefix = "gateway_"
-    sources = ((name, context.get_parameter_source(name)) for name in context.params)
-    given = [
-        name
-        for name, source in sources
-        if name.startswith(prefix) and source is not None and source.name == "COMMANDLINE"
-    ]
-    options = {name.removeprefix(prefix): context.params[name] for name in given}
-    port, keys = options.pop("port", None), options.pop("keys", None)
+    options = _gateway_options(context)
+    port = options.pop("port", None)
     if port is None:
-        if given:
-            raise ServerError(f"--{given[0].replace('_', '-')} needs --gateway-port")
+        if options:
+            raise ServerError(f"--gateway-{next(iter(options))} needs --gateway-port")
         return nullcontext()
     check_installed()
-    if keys is not None:
+    if (keys := options.pop("keys", None)) is not None:
         from vlora.gateway.door import load_keys
 
         load_keys(keys)
     arguments = [
-        f"--{name.replace('_', '-')}={one}"
+        f"--{name}={one}"
         for name, value in options.items()
         for one in (value if isinstance(value, list | tuple) else [value])
     ]
     host = context.params["host"]
     return GatewayProcess(host, port, keys, print_plain, log_to_file, arguments)
+
+
+def _gateway_options(context: typer.Context) -> dict[str, Any]:
+    """Return the given options with the prefix `--gateway-`, by their names without it."""
+    given = {}
+    for name, value in context.params.items():
+        source = context.get_parameter_source(name)
+        if name.startswith("gateway_") and source is not None and source.name == "COMMANDLINE":
+            given[name.removeprefix("gateway_").replace("_", "-")] = value
+    return given
 
 
 def _announce(
