@@ -13,6 +13,8 @@ import uvicorn
 
 from vlora.errors import ServerError
 from vlora.gateway.app import make_app
+from vlora.gateway.bodies import DISCARD_SECONDS
+from vlora.gateway.door import App
 from vlora.gateway.options import GatewayOptions
 from vlora.gateway.protocol import LimitedConnection
 from vlora.net import (
@@ -27,7 +29,9 @@ from vlora.net import (
 
 # Seconds for which an idle connection is kept. Proxies usually keep theirs for 60 s.
 KEEP_ALIVE_SECONDS = 75
-LAST_SECONDS = 2  # Seconds for sending errors to the requests that outlast the grace period.
+# Seconds for sending errors to the requests that outlast the grace period, with what their clients
+# still upload.
+LAST_SECONDS = math.ceil(DISCARD_SECONDS) + 1
 BACKLOG = 2048  # Maximum number of connections that wait to be accepted.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # Numbers of options in glibc's malloc.h.
 
@@ -65,7 +69,19 @@ class Server(uvicorn.Server):
 
     failure: ServerError | None = None
 
-    def __init__(self, config: uvicorn.Config, grace_seconds: float) -> None:
+    def __init__(self, app: App, grace_seconds: float) -> None:
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            http=LimitedConnection,
+            ws="none",
+            lifespan="on",
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=math.ceil(grace_seconds) + LAST_SECONDS,
+        )
         super().__init__(config)
         self._grace_seconds = grace_seconds
 
@@ -93,19 +109,7 @@ def serve(options: GatewayOptions) -> None:
     check_keys(options.host, options.keys, "--keys")
     chosen = choose_ports({"port": options.port}, options.host)
     app = make_app(options, lambda error: server.fail(error))
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        http=LimitedConnection,
-        ws="none",
-        lifespan="on",
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=math.ceil(options.grace_seconds) + LAST_SECONDS,
-    )
-    server = Server(config, options.grace_seconds)
+    server = Server(app, options.grace_seconds)
     with listen(options.host, chosen["port"]) as listener:
         for number in (signal.SIGINT, signal.SIGTERM):
             # uvicorn handles these signals itself, and raises them again when it has ended.
