@@ -54,7 +54,11 @@ MetricsPort = Annotated[
 ]
 GatewayPort = Annotated[
     int | None,
-    option("PORT", "Also run `vlora gateway`, on this port of --host; 0 chooses a free one."),
+    option(
+        "PORT",
+        "Also run `vlora gateway`, on this port of --host; 0 chooses a free one. Its options have"
+        " the prefix --gateway- here.",
+    ),
 ]
 GatewayKeys = Annotated[
     Path | None, option("FILE", "File of the gateway's API keys; needed unless --host is loopback.")
