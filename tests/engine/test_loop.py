@@ -186,6 +186,39 @@ def test_the_queue_holds_its_limit_while_other_requests_run(engine: Engine) -> N
     loop.shutdown(drain_seconds=0.0)
 
 
+def test_a_tenant_has_as_many_waiting_requests_as_it_leaves_places(loop: EngineLoop) -> None:
+    """Running requests do not count; those that the engine does not have yet do."""
+    sink = Collector()
+
+    def admit(name: str, tenant: str | None, submit: bool = True) -> None:
+        entry = LiveRequest(name)
+        loop.admit(entry)
+        try:
+            loop.share(entry, tenant)
+        except Unavailable:
+            loop.table.remove(entry)
+            raise
+        if submit:
+            keys = SamplingParams(max_tokens=900, ignore_eos=True, cache_salt=tenant)
+            loop.submit(request(name, sampling=keys), sink)
+
+    for index in range(4):
+        admit(f"running{index}", "alice")
+        until(lambda number=index: loop.stats().running > number)
+    admit("first", "alice")
+    admit("second", "alice")
+    until(lambda: loop.stats().waiting == 2)
+    admit("third", "alice", submit=False)
+    with pytest.raises(Unavailable, match="the tenant's share of the queue is full: 4 requests"):
+        admit("fourth", "alice")
+    for index in range(2):
+        admit(f"bob{index}", "bob")
+    admit("nobody", None)
+    with pytest.raises(Unavailable, match="the queue is full: 6 requests are waiting"):
+        admit("another", None)
+    loop.table.remove(next(one for one in loop.table if one.id == "third"))
+
+
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_request_that_is_being_prepared_can_be_cancelled(
     loop: EngineLoop, engine: Engine, monkeypatch: pytest.MonkeyPatch, stopped: bool

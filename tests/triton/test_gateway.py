@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
+import socket
 from contextlib import ExitStack
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.support.families import Family
@@ -206,8 +208,9 @@ def test_clients_that_leave_end_their_requests(gateway: Gateway, ask: Asker) -> 
     before = value("vlora:requests_aborted_total")
     half = post(b"{", **{"content-length": "100"})
     until(lambda: gateway.running() == 1)
+    descriptors = psutil.Process(gateway.process.pid).num_fds()
     body = {"model": "base", "messages": question(), "max_tokens": 900, "ignore_eos": True}
-    whole = post(json.dumps(body).encode())
+    whole, half_closed = (post(json.dumps(body).encode()) for _ in range(2))
     with ExitStack() as streams:
         for _ in range(20):
             stream = gateway.client.chat.completions.create(
@@ -217,7 +220,11 @@ def test_clients_that_leave_end_their_requests(gateway: Gateway, ask: Asker) -> 
             next(stream)
     whole.close()
     half.close()
+    half_closed.sock.shutdown(socket.SHUT_WR)
+    assert half_closed.sock.recv(1) == b"", "it is not answered"
+    half_closed.close()
     until(lambda: gateway.running() == 0)
+    until(lambda: psutil.Process(gateway.process.pid).num_fds() < descriptors)
     until(lambda: value("vllm:num_requests_running") == 0)
     until(lambda: value("vlora:requests_aborted_total") > before)
 

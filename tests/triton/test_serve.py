@@ -208,7 +208,8 @@ def test_serve_restarts_its_gateway_and_ends_with_a_model(
 ) -> None:
     pytest.importorskip("fastapi", reason="the extra `gateway` is not installed")
     process = serve(
-        *folders, "--adapters", str(served_adapters), *FREE_PORTS, "--gateway-port", "0"
+        *(*folders, "--adapters", str(served_adapters), *FREE_PORTS, "--gateway-port", "0"),
+        *("--gateway-base-name", "demo"),
     )
     output = output_until(process, "gateway   http://")
     assert "1 adapter failed to load: broken (for the reasons, see the log" in output
@@ -221,7 +222,7 @@ def test_serve_restarts_its_gateway_and_ends_with_a_model(
     output_until(process, "the gateway ended with signal SIGKILL; starting it again in 1 s")
     output_until(process, f"the gateway answers again at {url}/v1")
     with urlopen(f"{url}/v1/models", timeout=60) as answer:
-        assert "all-r8" in {model["id"] for model in json.load(answer)["data"]}
+        assert {"demo", "all-r8"} <= {model["id"] for model in json.load(answer)["data"]}
 
     server, models = processes_of(process)
     models["vision_encoder"].kill()

@@ -12,13 +12,16 @@ import urllib.request
 import uuid
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException, shared_memory
 
+from tests.support.gateway import Gateway, running
 from tests.support.polling import until
 from tests.support.triton_client import (
     REFRESH_SECONDS,
@@ -260,6 +263,133 @@ def test_a_server_on_all_networks_listens_on_every_address(small: TritonServer) 
     options = small.options
     for port in (options.http_port, options.grpc_port, options.metrics_port):
         socket.create_connection(("127.0.0.2", port), timeout=30).close()
+
+
+class Tenant:
+    """A client of a gateway, with a key of its own."""
+
+    def __init__(self, gateway: Gateway, key: str) -> None:
+        self._gateway = gateway
+        self._headers = {"authorization": f"Bearer {key}"}
+
+    def ask(self, **fields: Any) -> tuple[int, Any]:
+        """Return the status and the content of a completion."""
+        body = json.dumps({"model": "base", "prompt": "What?", "max_tokens": 2, **fields})
+        status, text = self._gateway.http("/v1/completions", body.encode(), self._headers)
+        return status, json.loads(text)
+
+    def cached(self, prompt: str) -> int:
+        usage = self.ask(prompt=prompt)[1]["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+
+@pytest.fixture(scope="module")
+def tenants(
+    small: TritonServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Tenant, Tenant]]:
+    pytest.importorskip("fastapi", reason="the extra `gateway` is not installed")
+    folder = tmp_path_factory.mktemp("tenants")
+    keys = [letter * 16 for letter in "ab"]
+    (folder / "keys").write_text(f"alice {keys[0]}\nbob {keys[1]}\n")
+    with running(small.grpc_url, folder, "--keys", str(folder / "keys")) as gateway:
+        yield Tenant(gateway, keys[0]), Tenant(gateway, keys[1])
+
+
+def test_a_tenant_cannot_tell_what_another_sent(tenants: tuple[Tenant, Tenant]) -> None:
+    alice, bob = tenants
+    prompts = [f"The number of the account is, as you know, {n}{n}." * 8 for n in range(7)]
+    alice.cached(prompts[3])
+    assert alice.cached(prompts[3]) > alice.cached(prompts[5]), "her own prompts are reused"
+    bob.cached(prompts[6])
+    guesses = {bob.cached(prompt) for prompt in prompts[:6]}
+    assert len(guesses) == 1, guesses
+    for fields, param in (({"priority": -1}, "priority"), ({"cancel": True}, "cancel")):
+        status, refusal = bob.ask(**fields)
+        assert (status, refusal["error"]["param"]) == (400, param)
+
+
+@contextmanager
+def occupied(ask: Asker) -> Iterator[ThreadPoolExecutor]:
+    """Run long requests of nobody, of which RUNNING always wait. Yield a pool of threads."""
+    ended, begun = threading.Event(), threading.Semaphore(0)
+
+    def occupy() -> None:
+        question = {"text_input": "What?", "stream": True, "sampling_parameters": LONG}
+        while not ended.is_set():
+            with ask.streaming("lmm", **question) as responses:
+                for _ in responses:
+                    begun.release()
+                    if ended.is_set():
+                        break
+
+    with ThreadPoolExecutor(16) as pool:
+        calls = [pool.submit(occupy) for _ in range(2 * RUNNING)]
+        for _ in range(RUNNING):
+            assert begun.acquire(timeout=60)
+        try:
+            yield pool
+        finally:
+            ended.set()
+        for call in calls:
+            call.result()
+
+
+def test_a_tenant_ends_no_request_of_another(ask: Asker, tenants: tuple[Tenant, Tenant]) -> None:
+    """Both use one name for their stream, whose requests wait behind those that go first."""
+    chunk = {"stream_id": "camera", "supersede": True, "priority": 1}
+
+    def newest(tenant: Tenant, *older: Future[tuple[int, Any]]) -> Future[tuple[int, Any]]:
+        """Send chunks of a stream; return the last one when it has ended the one before."""
+        chunks = [*older]
+        while len(chunks) < 2:
+            chunks.append(pool.submit(tenant.ask, **chunk))
+        until(lambda: any(one.done() for one in chunks))
+        ended, left = sorted(chunks, key=lambda one: not one.done())
+        assert ended.result()[0] == 499
+        return left
+
+    alice, bob = tenants
+    with occupied(ask) as pool:
+        of_alice = newest(alice)
+        of_bob = newest(bob)
+        assert not of_alice.done()
+        of_alice = newest(alice, of_alice)
+        assert not of_bob.done()
+    assert of_alice.result()[0] == of_bob.result()[0] == 200
+
+
+def test_a_tenant_that_fills_its_share_of_the_queue_has_no_effect_on_another(
+    tenants: tuple[Tenant, Tenant],
+) -> None:
+    alice, bob = tenants
+    questions = ({}, {"model": "gone"}, {"deadline_ms": 0.001}, {"temperature": -1})
+
+    def answers() -> list[Any]:
+        """Return what bob's questions get, without what differs from answer to answer."""
+        found = [bob.ask(**fields) for fields in questions]
+        return [one.get("error") or one["choices"] for _, one in found]
+
+    quiet = answers()
+    ended, refusals = threading.Event(), []
+
+    def flood() -> None:
+        while not ended.is_set():
+            status, answer = alice.ask(max_tokens=100, ignore_eos=True)
+            if status != 200:
+                refusals.append((status, answer["error"]["message"]))
+                time.sleep(0.05)
+
+    with ThreadPoolExecutor(RUNNING + WAITING + 2) as pool:
+        calls = [pool.submit(flood) for _ in range(RUNNING + WAITING + 2)]
+        try:
+            until(lambda: len(refusals) > 0)
+            assert [answers() for _ in range(3)] == [quiet] * 3
+        finally:
+            ended.set()
+        for call in calls:
+            call.result()
+    assert {status for status, _ in refusals} == {503}
+    assert all("the tenant's share of the queue is full" in text for _, text in refusals), refusals
 
 
 @pytest.mark.last

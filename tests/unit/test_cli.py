@@ -35,6 +35,7 @@ from vlora.cli import app, main
 from vlora.cli.adapters import table_of
 from vlora.cli.serve import first_question
 from vlora.config import Options
+from vlora.errors import ServerError
 from vlora.interpreters import python_command
 from vlora.launcher.repository import write_repository
 
@@ -245,6 +246,7 @@ def test_help_names_the_values_of_options_in_words(
             "serve --gateway-port 0 --gateway-keys gone",
             "the keys in gone cannot be read: No such file",
         ),
+        ("serve --gateway-image-host cdn.example", "--gateway-image-host needs --gateway-port"),
         ("serve checkpoint", "unexpected argument 'checkpoint'; name a checkpoint with --model"),
         ("serve --repository gone", "no model repository at gone: it has no lmm/1/model.json"),
         ("serve --options gone.json", "cannot read gone.json: No such file or directory"),
@@ -311,6 +313,18 @@ def test_a_low_limit_of_open_files_is_raised_or_told(
     line = f"ulimit {limit}; {shlex.join(command)}"
     done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False)
     assert (done.stdout + done.stderr).startswith(shown)
+
+
+def test_serve_passes_options_on_to_its_gateway(
+    own: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = Mock(side_effect=ServerError("enough"))
+    monkeypatch.setattr("vlora.cli.serve.GatewayProcess", started)
+    words = "--gateway-image-host a.example --gateway-image-host b:1 --gateway-max-body 3"
+    given = ["--repository", str(own["--repository"]), "--gateway-port", "0", *words.split()]
+    assert "enough" in CliRunner().invoke(app, ["serve", *given]).output
+    *_, arguments = started.call_args.args
+    assert arguments == ["--image-host=a.example", "--image-host=b:1", "--max-body=3"]
 
 
 def test_a_command_without_arguments_uses_the_demo() -> None:

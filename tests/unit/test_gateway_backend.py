@@ -6,11 +6,13 @@ import asyncio
 import json
 import shutil
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +20,8 @@ from typing import Any
 import grpc
 import pytest
 
+from tests.support.gateway import running
+from tests.support.polling import until
 from vlora.errors import BY_CODE
 from vlora.gateway import backend
 from vlora.gateway.app import Gateway
@@ -32,25 +36,34 @@ RETRY_SECONDS = 0.05
 
 
 class Server(service_pb2_grpc.GRPCInferenceServiceServicer):
-    """A server that answers every request with an empty description, or `hangs`."""
+    """A server that answers every request with its description, or `hangs`, at once or after its
+    first answer.
 
-    def __init__(self, hangs: bool) -> None:
-        self.calls = 0
+    calls, running: numbers of all calls, and of those that have not ended.
+    """
+
+    def __init__(self, hangs: bool, answers: bool) -> None:
+        self.calls = self.running = 0
+        self.description: dict[str, Any] = {}
         self._hangs = hangs
+        self._answers = answers
 
     def ModelStreamInfer(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:  # noqa: N802
         self.calls += 1
-        if self._hangs:
-            ended = threading.Event()
-            context.add_callback(ended.set)
-            ended.wait(60)
-            return
-        for _ in requests:
+        self.running += 1
+        ended = threading.Event()
+        context.add_callback(ended.set)
+        for _ in requests if self._answers else ():
             answer = service_pb2.ModelStreamInferResponse()
             answer.infer_response.outputs.add(name="details", datatype="BYTES", shape=[1])
-            raw = json.dumps({}).encode()
+            raw = json.dumps(self.description).encode()
             answer.infer_response.raw_output_contents.append(len(raw).to_bytes(4, "little") + raw)
             yield answer
+            if self._hangs:
+                break
+        if self._hangs:
+            ended.wait(60)
+        self.running -= 1
 
 
 @pytest.fixture
@@ -60,8 +73,11 @@ def address() -> str:
 
 
 @contextmanager
-def serving(address: str, *, hangs: bool = False, tls: Any = None) -> Iterator[Server]:
-    servicer, server = Server(hangs), grpc.server(ThreadPoolExecutor(32))
+def serving(
+    address: str, *, hangs: bool = False, answers: bool | None = None, tls: Any = None
+) -> Iterator[Server]:
+    servicer = Server(hangs, not hangs if answers is None else answers)
+    server = grpc.server(ThreadPoolExecutor(32))
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, server)
     server.add_secure_port(address, tls) if tls else server.add_insecure_port(address)
     server.start()
@@ -183,7 +199,7 @@ def test_the_gateway_reports_a_missing_server_and_still_starts_and_stops(
     address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def run() -> str:
-        gateway = Gateway(GatewayOptions(grpc=address))
+        gateway = Gateway(GatewayOptions(grpc=address), lambda error: None)
         said = ""
         async with gateway.running(None):  # type: ignore[arg-type]
             deadline = time.monotonic() + 30
@@ -193,6 +209,18 @@ def test_the_gateway_reports_a_missing_server_and_still_starts_and_stops(
         return said
 
     assert f"no answer from the server at {address} yet" in asyncio.run(run())
+
+
+@pytest.mark.parametrize("adapters", [{"adapters": [{"name": "base"}]}, {"broken": {"base": "?"}}])
+def test_a_gateway_ends_if_an_adapter_has_the_name_of_the_base_model(
+    address: str, adapters: dict[str, Any]
+) -> None:
+    command = [sys.executable, "-m", "vlora.cli", "gateway", "--port", "0", "--grpc", address]
+    with serving(address) as server:
+        server.description = adapters
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert "an adapter is named 'base', which is the name of the base model" in ended.stderr
 
 
 @pytest.mark.slow
@@ -240,6 +268,31 @@ def test_an_error_of_grpc_is_one_of_the_api(
     error = from_grpc(SimpleNamespace(code=lambda: status, details=lambda: details))
     assert error.code == expected
     assert error.message.endswith(message)
+
+
+def test_requests_that_outlast_the_grace_period_get_an_error(address: str, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        server = stack.enter_context(serving(address, hangs=True, answers=True))
+        gateway = stack.enter_context(running(address, tmp_path, "--grace", "0"))
+
+        def post(**fields: Any) -> HTTPConnection:
+            connection = stack.enter_context(closing(HTTPConnection(gateway.address, timeout=60)))
+            body = json.dumps({"model": "base", "prompt": "?", **fields})
+            connection.request(
+                "POST", "/v1/completions", body, {"content-type": "application/json"}
+            )
+            return connection
+
+        stream, whole = post(stream=True, logprobs=0).getresponse(), post()
+        assert stream.status == 200
+        until(lambda: gateway.running() == 2)
+        gateway.process.terminate()
+        answer = whole.getresponse()
+        assert answer.status == 503
+        for error in (answer.read(), stream.read().removeprefix(b"data: ")):
+            found = json.loads(error)["error"]
+            assert (found["type"], found["code"]) == ("server_error", "UNAVAILABLE")
+        until(lambda: server.running == 0)
 
 
 def test_every_error_of_the_server_has_a_status() -> None:

@@ -9,8 +9,8 @@ import os
 import random
 import socket
 import string
-from collections.abc import Awaitable, Callable
-from contextlib import closing
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,10 @@ import pytest
 from uvicorn import Config
 from uvicorn.server import ServerState
 
+from tests.support.polling import until
 from vlora.errors import ServerError
 from vlora.gateway import bodies, door
+from vlora.gateway.app import _Events
 from vlora.gateway.door import (
     AccessLog,
     Door,
@@ -61,7 +63,11 @@ class Caller:
         self._door = Door(answer, keys, limit, origins, GatewayMetrics(), log or self.log)
 
     def __call__(
-        self, path: str = "/v1/models", host: str = "localhost:8080", **headers: str
+        self,
+        path: str = "/v1/models",
+        host: str = "localhost:8080",
+        method: str = "GET",
+        **headers: str,
     ) -> int:
         """Send a request with a body of five parts, and return the status of its answer.
 
@@ -69,7 +75,7 @@ class Caller:
         """
         pairs = [(b"host", one.encode()) for one in host.split(" ")]
         pairs += [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-        scope: dict[str, Any] = {"type": "http", "method": "GET", "path": path, "headers": pairs}
+        scope: dict[str, Any] = {"type": "http", "method": method, "path": path, "headers": pairs}
         self.events: list[str] = []
         statuses: list[int] = []
         self.headers: dict[bytes, bytes] = {}
@@ -197,6 +203,8 @@ def test_wrong_keys_are_limited_and_two_are_refused() -> None:
     assert call.headers[b"access-control-allow-origin"] == PAGE.encode()
     assert call(authorization=f"Bearer {KEY}") == 200
     assert call(authorization=f"Bearer {KEY}", Authorization=f"Bearer {KEY}") == 400
+    # A browser asks without a key whether a page may send a request, so tenants share no limit.
+    assert [call(method="OPTIONS", origin=PAGE) for _ in range(4)] == [200] * 4
 
 
 def test_a_changed_file_of_keys_holds_at_once(tmp_path: Path) -> None:
@@ -249,12 +257,30 @@ def test_a_file_of_keys_that_cannot_be_used_is_an_error_without_the_keys(
     assert KEY not in str(refused.value)
 
 
-def test_an_access_log_that_cannot_be_written_stops_nothing() -> None:
+def test_an_access_log_that_cannot_be_written_stops_nothing_and_tells_how_many_lines_are_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(door, "MAX_LOG_LINES", 10)
     unread, end = os.pipe()
-    for raw in (io.FileIO(end, "w"), io.FileIO("/dev/full", "w")):
-        file = io.TextIOWrapper(raw, write_through=True)
-        call = Caller(log=AccessLog(file))
+    os.set_blocking(unread, False)
+    lines = b""
+    for raw in (io.FileIO("/dev/full", "w"), io.FileIO(end, "w")):
+        metrics = GatewayMetrics()
+        log = AccessLog(io.TextIOWrapper(raw, write_through=True), metrics.lost_lines)
+        call = Caller(log=log)
         assert [call("/x" * 40_000) for _ in range(100)] == [200] * 100
+
+    def told() -> int:
+        """Return how many lines are lost, once the log tells of all."""
+        nonlocal lines
+        with suppress(BlockingIOError):
+            lines += os.read(unread, 1 << 20)
+        found = [json.loads(line) for line in lines.split(b"\n")[:-1]]
+        lost = [line["lost_lines"] for line in found if "lost_lines" in line]
+        return sum(lost) if len(found) - len(lost) + sum(lost) == 100 else 0
+
+    lost = until(told)
+    assert f"lost_log_lines_total {lost:.1f}\n" in metrics.text().decode()
     os.close(unread)
 
 
@@ -274,7 +300,7 @@ Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[bytes]]
 
 
 class Impatient(LimitedConnection):
-    head_seconds = 0.1
+    head_seconds = send_seconds = 0.1
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -411,6 +437,51 @@ def test_a_running_request_of_a_lost_connection_is_notified() -> None:
 
     state: list[asyncio.Event] = []
     assert talk(client, answer=waiting) == b"notified"
+
+
+@pytest.mark.parametrize("protocol", [Impatient, LimitedConnection])
+def test_a_client_that_reads_nothing_is_disconnected_and_one_that_half_closes_at_once(
+    protocol: type[LimitedConnection],
+) -> None:
+    """Much of the answer waits to be sent. A patient gateway hears that the client half closes."""
+    running = sent = 0
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        nonlocal running, sent
+        running += 1
+        try:
+            while True:
+                sent += 1
+                await asyncio.sleep(0)
+                yield b"x" * (1 << 16)
+        finally:
+            running -= 1
+
+    async def endless(scope: Scope, receive: Receive, send: Send) -> None:
+        await _Events(events(), events(), GatewayMetrics())(scope, receive, send)  # type: ignore[arg-type]
+
+    def files() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(START + b"\r\n")
+        await reader.readuntil(b"200 OK")
+        opened, before = files(), 0
+        if protocol is LimitedConnection:
+            while sent != before:
+                before = sent
+                await asyncio.sleep(0.05)
+            writer.write_eof()
+        while running:
+            await asyncio.sleep(0.01)
+        assert (await reader.read(1 << 16)).endswith(b"x" * 100)
+        with suppress(ConnectionError):
+            while await reader.read(1 << 20):
+                pass
+        assert files() == opened - 1
+        return b"%d" % running
+
+    assert talk(client, protocol, endless) == b"0"
 
 
 def test_a_limited_number_of_requests_may_wait_on_a_connection() -> None:

@@ -6,21 +6,31 @@ import json
 import os
 import shlex
 import time
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from vlora import paths
 from vlora.cli import common
 from vlora.cli.common import option, print_labelled, print_lines, print_plain
-from vlora.cli.gateway import check_installed
+from vlora.cli.gateway import (
+    DEFAULTS,
+    AnswerTimeout,
+    BaseName,
+    CorsOrigin,
+    FetchTimeout,
+    ImageHost,
+    MaxBody,
+    MaxFetch,
+    RequestsPerMinute,
+    check_installed,
+)
 from vlora.config import Options
 from vlora.errors import MAX_NAMES, ServerError
-from vlora.gateway.options import GatewayOptions
+from vlora.gateway.options import MIB, check_base_name
 from vlora.launcher.assembly import unknown_variables
 from vlora.launcher.gateway_process import GatewayProcess
 from vlora.launcher.repository import GRACE_SECONDS, STANDARD_OUTPUT, ServerOptions
@@ -44,7 +54,11 @@ MetricsPort = Annotated[
 ]
 GatewayPort = Annotated[
     int | None,
-    option("PORT", "Also run `vlora gateway`, on this port of --host; 0 chooses a free one."),
+    option(
+        "PORT",
+        "Also run `vlora gateway`, on this port of --host; 0 chooses a free one. Its options have"
+        " the prefix --gateway- here.",
+    ),
 ]
 GatewayKeys = Annotated[
     Path | None, option("FILE", "File of the gateway's API keys; needed unless --host is loopback.")
@@ -86,6 +100,7 @@ Triton = Annotated[
 
 @app.command(cls=common.ConfiguredCommand)
 def serve(
+    context: typer.Context,
     model: common.ModelOption = None,
     adapters: common.AdaptersOption = None,
     repository: common.RepositoryOption = None,
@@ -95,6 +110,15 @@ def serve(
     metrics_port: MetricsPort = 8002,
     gateway_port: GatewayPort = None,
     gateway_keys: GatewayKeys = None,
+    # `_gateway` passes the following options on, as the context has them.
+    gateway_requests_per_minute: RequestsPerMinute = None,
+    gateway_base_name: BaseName = DEFAULTS.base_name,
+    gateway_image_host: ImageHost = None,
+    gateway_cors_origin: CorsOrigin = None,
+    gateway_max_body: MaxBody = DEFAULTS.max_body_bytes // MIB,
+    gateway_max_fetch: MaxFetch = DEFAULTS.max_fetch_bytes // MIB,
+    gateway_fetch_timeout: FetchTimeout = DEFAULTS.fetch_seconds,
+    gateway_answer_timeout: AnswerTimeout = DEFAULTS.answer_seconds,
     allow_shared_memory: AllowSharedMemory = False,
     log: Log = None,
     grace: Grace = int(GRACE_SECONDS),
@@ -136,9 +160,10 @@ def serve(
         )
         supervisor = Supervisor(server_options, print_lines, RestartPolicy() if restart else None)
         if gateway_port is not None:
-            _check_names(options, configured.names)
-        to_file = log != STANDARD_OUTPUT
-        with _gateway(host, gateway_port, gateway_keys, to_file) as gateway:
+            name, root = gateway_base_name, options.adapters
+            is_taken = root is not None and (name in configured.names or (root / name).is_dir())
+            check_base_name(name, is_taken, "--gateway-base-name")
+        with _gateway(context, log != STANDARD_OUTPUT) as gateway:
             supervisor.run(partial(_announce, options, gateway))
 
 
@@ -150,28 +175,38 @@ def _check_triton_arguments(arguments: list[str]) -> None:
         )
 
 
-def _check_names(options: Options, names: Mapping[str, str]) -> None:
-    base, root = GatewayOptions.base_name, options.adapters
-    if root is not None and (base in names or (root / base).is_dir()):
-        raise ServerError(
-            f"an adapter is named '{base}', which is the name of the base model in the gateway;"
-            f" give the adapter another name, or its requests would get the base model's answers"
-        )
-
-
 def _gateway(
-    host: str, port: int | None, keys: Path | None, log_to_file: bool
+    context: typer.Context, log_to_file: bool
 ) -> AbstractContextManager[GatewayProcess | None]:
+    """Return the gateway that the options `--gateway-…` of a command line describe, or None."""
+    options = _gateway_options(context)
+    port = options.pop("port", None)
     if port is None:
-        if keys is not None:
-            raise ServerError("--gateway-keys needs --gateway-port")
+        if options:
+            raise ServerError(f"--gateway-{next(iter(options))} needs --gateway-port")
         return nullcontext()
     check_installed()
-    if keys is not None:
+    if (keys := options.pop("keys", None)) is not None:
         from vlora.gateway.door import load_keys
 
         load_keys(keys)
-    return GatewayProcess(host, port, keys, print_plain, log_to_file)
+    arguments = [
+        f"--{name}={one}"
+        for name, value in options.items()
+        for one in (value if isinstance(value, list | tuple) else [value])
+    ]
+    host = context.params["host"]
+    return GatewayProcess(host, port, keys, print_plain, log_to_file, arguments)
+
+
+def _gateway_options(context: typer.Context) -> dict[str, Any]:
+    """Return the given options with the prefix `--gateway-`, by their names without it."""
+    given = {}
+    for name, value in context.params.items():
+        source = context.get_parameter_source(name)
+        if name.startswith("gateway_") and source is not None and source.name == "COMMANDLINE":
+            given[name.removeprefix("gateway_").replace("_", "-")] = value
+    return given
 
 
 def _announce(

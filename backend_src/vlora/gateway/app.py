@@ -21,14 +21,23 @@ from starlette.requests import ClientDisconnect
 from starlette.staticfiles import StaticFiles
 
 from vlora import __version__, paths
-from vlora.errors import nearest, shown
+from vlora.errors import ServerError, nearest, shown
 from vlora.gateway.answers import CompletionWriter
 from vlora.gateway.backend import Backend, Piece, Question, wait_for_first_answer
 from vlora.gateway.bodies import MAX_JSON_BYTES, Bodies, Held, too_much_json
-from vlora.gateway.door import App, Door, GatewayMetrics, KeyFile, RateLimit, Receive, Visit
+from vlora.gateway.door import (
+    AccessLog,
+    App,
+    Door,
+    GatewayMetrics,
+    KeyFile,
+    RateLimit,
+    Receive,
+    Visit,
+)
 from vlora.gateway.errors import ApiError, error_response
 from vlora.gateway.media import MediaLoader
-from vlora.gateway.options import GatewayOptions
+from vlora.gateway.options import GatewayOptions, check_base_name
 from vlora.gateway.requests import Ask, of_tenant, read_body, read_chat, read_completion
 from vlora.net import get, is_local
 
@@ -119,10 +128,14 @@ PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/m
 
 
 class Gateway:
-    """Request handlers of one application."""
+    """Request handlers of one application.
 
-    def __init__(self, options: GatewayOptions) -> None:
+    fail: stops the gateway, because it cannot serve this server.
+    """
+
+    def __init__(self, options: GatewayOptions, fail: Callable[[ServerError], None]) -> None:
         self.options = options
+        self._fail = fail
         self.metrics = GatewayMetrics()
         self._created = int(time.time())
 
@@ -134,14 +147,23 @@ class Gateway:
         self._bodies = Bodies(self.options)
         gc.collect()
         gc.freeze()  # Exclude the objects of imported libraries from later garbage collections.
-        say = partial(print, file=sys.stderr, flush=True)
-        waiting = asyncio.create_task(wait_for_first_answer(self._backend, self.options.grpc, say))
+        waiting = asyncio.create_task(self._check_server())
         yield
         waiting.cancel()
         await asyncio.wait([waiting])
         self._bodies.close()
         await self._media.close()
         await self._backend.close()
+
+    async def _check_server(self) -> None:
+        say = partial(print, file=sys.stderr, flush=True)
+        description = await wait_for_first_answer(self._backend, self.options.grpc, say)
+        name, names = self.options.base_name, {*description.get("broken", ())}
+        names |= {adapter["name"] for adapter in description.get("adapters", ())}
+        try:
+            check_base_name(name, name in names, "--base-name")
+        except ServerError as error:
+            self._fail(error)
 
     async def chat(self, request: Request) -> Response:
         return await self._complete(request, read_chat)
@@ -193,7 +215,7 @@ class Gateway:
                 **{key: value for key, value in adapter.items() if key != "name"},
             }
             for adapter in description["adapters"]
-            if adapter["name"] != base["id"]
+            if adapter["name"] != base["id"]  # It may have been added after the start.
         ]
         # A server of an earlier version does not send the labels.
         return [{**base, "task_labels": description.get("task_labels", {})}, *adapters]
@@ -220,6 +242,8 @@ class Gateway:
         except (ClientDisconnect, Disconnected):
             self.metrics.disconnects.inc()
             return Response(status_code=499)
+        except asyncio.CancelledError:
+            raise _stopped() from None
 
     async def _load(self, ask: Ask, held: Held) -> list[list[bytes]]:
         """Return the files of a request's images, and those of its frames."""
@@ -304,6 +328,9 @@ class _Events(Response):
                 await connected(receive, self._send(send))
             except Disconnected:
                 self._metrics.disconnects.inc()
+            except asyncio.CancelledError:
+                scope["state"]["visit"].code = (error := _stopped()).code
+                await send({"type": "http.response.body", "body": _event(error)})
 
     async def _send(self, send: Any) -> None:
         async for event in self._events:
@@ -322,6 +349,11 @@ def _read(read: Callable[[dict[str, Any]], Ask], body: bytearray) -> Ask:
 
 def _event(error: ApiError) -> bytes:
     return b"data: %b\n\n" % error.as_json()
+
+
+def _stopped() -> ApiError:
+    """Return the error for a request that is cancelled because the gateway stops."""
+    return ApiError("UNAVAILABLE", "the gateway has stopped before the end of the answer")
 
 
 async def _only(event: bytes) -> AsyncGenerator[bytes, None]:
@@ -361,9 +393,9 @@ async def _internal_error(request: Request, error: Exception) -> Response:
     return error_response(ApiError("INTERNAL", "the gateway failed; see its log for details"))
 
 
-def make_app(options: GatewayOptions) -> App:
+def make_app(options: GatewayOptions, fail: Callable[[ServerError], None]) -> App:
     """Return the application. Raises ServerError if the file of API keys cannot be used."""
-    gateway = Gateway(options)
+    gateway = Gateway(options, fail)
     app = FastAPI(
         title="V-LoRA gateway",
         version=__version__,
@@ -400,6 +432,7 @@ def make_app(options: GatewayOptions) -> App:
         None if options.requests_per_minute is None else RateLimit(options.requests_per_minute),
         frozenset(options.cors_origins),
         gateway.metrics,
+        AccessLog(sys.stdout, gateway.metrics.lost_lines),
     )
 
 

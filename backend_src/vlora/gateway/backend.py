@@ -12,7 +12,6 @@ import logging
 import struct
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any
 
 import grpc
@@ -354,13 +353,16 @@ async def wait_for_first_answer(
     address: str,
     say: Callable[[str], None],
     retry_seconds: float = RECONNECT_SECONDS,
-) -> None:
-    """Return once the server answers. If it does not at once, `say` so, and later that it does."""
-    for attempt in count(1):
+) -> dict[str, Any]:
+    """Return the server's description once it answers. If it does not at once, `say` so, and later
+    that it does.
+    """
+    warned = False
+    while True:
         try:
-            await backend.describe()
+            description = await backend.describe()
         except ApiError as error:
-            if attempt == 1:
+            if not warned:
                 say(
                     f"warning: no answer from the server at {address} yet: {error.message}\n"
                     "  Start it with `vlora serve`, or name the gRPC address of another one with"
@@ -368,8 +370,9 @@ async def wait_for_first_answer(
                     f"  The gateway tries again every {retry_seconds:g} s. Until the server"
                     " answers, requests get status 503."
                 )
+            warned = True
             await asyncio.sleep(retry_seconds)
         else:
-            if attempt > 1:
+            if warned:
                 say(f"the server at {address} answers now")
-            return
+            return description

@@ -15,7 +15,6 @@ import threading
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -49,6 +48,8 @@ class GatewayMetrics:
         )
         help = "Requests whose client disconnected before their end."
         self.disconnects = Counter("vlora_gateway_disconnects", help, registry=registry)
+        help = "Lines of the access log that were lost because it could not be written."
+        self.lost_lines = Counter("vlora_gateway_lost_log_lines", help, registry=registry)
 
     def text(self) -> bytes:
         return bytes(generate_latest(self._registry))
@@ -190,19 +191,28 @@ class Visit:
 
 MAX_LOGGED_PATH = 1024  # Maximum number of characters.
 MAX_LOG_LINES = 10_000  # Maximum number of lines that wait to be written; more are lost.
+LOG_RETRY_SECONDS = 1.0
 
 
 class AccessLog:
-    """Writes lines on a thread of its own, so that a full pipe or disk stops no request."""
+    """Writes lines on a thread of its own, so that a full pipe or disk stops no request.
 
-    def __init__(self, file: TextIO) -> None:
+    When all lines that waited have been written, a line tells how many were lost before it.
+    """
+
+    def __init__(self, file: TextIO, lost_lines: Counter) -> None:
         self._file = file
+        self._lost_lines = lost_lines
+        self._lost = 0
         self._lines: queue.Queue[str] = queue.Queue(MAX_LOG_LINES)
         threading.Thread(target=self._run, name="access-log", daemon=True).start()
 
     def write(self, line: str) -> None:
-        with suppress(queue.Full):
+        try:
             self._lines.put_nowait(line)
+        except queue.Full:
+            self._lost += 1
+            self._lost_lines.inc()
 
     def flush(self, seconds: float = 1.0) -> None:
         """Wait up to `seconds` until the lines are written."""
@@ -211,13 +221,28 @@ class AccessLog:
             time.sleep(0.005)
 
     def _run(self) -> None:
+        told = 0
         while True:
-            line = self._lines.get()
-            # A full disk or a closed pipe loses lines of the log, not requests.
-            with suppress(OSError, ValueError):
-                self._file.write(line)
-                self._file.flush()
+            self._write(self._lines.get())
+            if (lost := self._lost) > told and self._lines.empty():
+                self._write(json.dumps({"time": _now(), "lost_lines": lost - told}) + "\n")
+                told = lost
             self._lines.task_done()
+
+    def _write(self, line: str) -> None:
+        while True:
+            try:
+                self._file.write(line)
+                line = ""  # It is in the file's buffer, and only flushing is tried again.
+                self._file.flush()
+            except (OSError, ValueError):  # A full disk, or a closed pipe or file.
+                time.sleep(LOG_RETRY_SECONDS)
+            else:
+                return
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 @dataclass(eq=False)
@@ -234,7 +259,7 @@ class Door:
     limit: RateLimit | None
     origins: frozenset[str]
     metrics: GatewayMetrics
-    log: AccessLog | TextIO = field(default_factory=lambda: AccessLog(sys.stdout))
+    log: AccessLog | TextIO
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one HTTP request. Pass other ASGI scopes, such as "lifespan", to `app`."""
@@ -298,9 +323,11 @@ class Door:
             refusal = f"web pages of the origin {shown(origin)} may not use this gateway"
             raise ApiError("PERMISSION_DENIED", refusal)
         path = scope["path"]
-        if path == "/" or any(path == open or path.startswith(f"{open}/") for open in OPEN_PATHS):
+        # Before a page's request, a browser sends OPTIONS without its key.
+        is_open = path == "/" or scope["method"] == "OPTIONS"
+        if is_open or any(path == open or path.startswith(f"{open}/") for open in OPEN_PATHS):
             return
-        if self.keys is not None and scope["method"] != "OPTIONS":
+        if self.keys is not None:
             keys = self.keys.current() if isinstance(self.keys, KeyFile) else self.keys
             try:
                 visit.tenant = _tenant(keys, headers.get("authorization", b""))
@@ -316,7 +343,7 @@ class Door:
     def _write(self, scope: Scope, visit: Visit, status: int, seconds: float) -> None:
         client = scope.get("client")
         line = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "time": _now(),
             "id": visit.id,
             "client": client[0] if client else None,
             "tenant": visit.tenant,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from vlora.errors import ServerError
 from vlora.net import LOOPBACK, Tls
 
 MIB = 1024 * 1024
@@ -44,3 +45,13 @@ class GatewayOptions:
     fetch_seconds: float = 10.0
     answer_seconds: float = 600.0
     grace_seconds: float = 30.0
+
+
+def check_base_name(name: str, is_taken: bool, option: str) -> None:
+    """Raise ServerError if an adapter has the base model's name, which `option` sets."""
+    if is_taken:
+        raise ServerError(
+            f"an adapter is named '{name}', which is the name of the base model in the gateway;"
+            f" rename the adapter, or the base model by {option}, or its requests would get the"
+            " base model's answers"
+        )

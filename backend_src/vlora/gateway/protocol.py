@@ -23,6 +23,9 @@ MAX_HEAD_BYTES = 64 * 1024
 # response.
 HEAD_SECONDS = 30.0
 
+# While bytes wait to be sent, a client must take so many in each period of so many seconds.
+SENT_BYTES, SEND_SECONDS = 16 * 1024, 30.0
+
 # Maximum number of bytes of framing for each byte of a body that is sent in chunks.
 CHUNK_OVERHEAD = 8
 MAX_SMALL_CHUNKS = 4096
@@ -39,6 +42,7 @@ class LimitedConnection(HttpToolsProtocol):
     """One HTTP connection, which is closed if a limit is exceeded."""
 
     head_seconds = HEAD_SECONDS
+    send_seconds = SEND_SECONDS
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -46,21 +50,56 @@ class LimitedConnection(HttpToolsProtocol):
         self._chunks = self._body_bytes = 0
         self._refusal: str | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._send_timer: asyncio.TimerHandle | None = None
         self._cycles: deque[RequestResponseCycle] = deque()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(0)  # Writing is paused while any byte waits to be sent.
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        self._stop_send_timer()
+        self._notify_requests()
+        super().connection_lost(exc)
+
+    def eof_received(self) -> None:
+        """Take a client that has closed its sending side for one that has disconnected."""
+        # Both look the same. The connection is closed once all bytes that wait have been sent.
+        self._notify_requests()
+
+    def _notify_requests(self) -> None:
         """Notify all requests of the connection that the client has disconnected."""
         # With pipelining, uvicorn would notify only the last one.
-        self._stop_timer()
         for cycle in self._cycles:
             if not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.message_event.set()
-        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._start_send_timer()
+
+    def resume_writing(self) -> None:
+        self._stop_send_timer()
+        super().resume_writing()
+
+    def _start_send_timer(self) -> None:
+        waiting = self.transport.get_write_buffer_size()
+        self._send_timer = self.loop.call_later(self.send_seconds, self._check_sent, waiting)
+
+    def _check_sent(self, waited: int) -> None:
+        """Close the connection unless enough of the bytes that `waited` have been sent."""
+        if self.transport.get_write_buffer_size() > waited - SENT_BYTES:
+            self.transport.abort()
+        else:
+            self._start_send_timer()
+
+    def _stop_send_timer(self) -> None:
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
 
     def data_received(self, data: bytes) -> None:
         """Read a part of a request. Refuse the request if its head is too large."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import math
 import signal
@@ -12,6 +13,8 @@ import uvicorn
 
 from vlora.errors import ServerError
 from vlora.gateway.app import make_app
+from vlora.gateway.bodies import DISCARD_SECONDS
+from vlora.gateway.door import App
 from vlora.gateway.options import GatewayOptions
 from vlora.gateway.protocol import LimitedConnection
 from vlora.net import (
@@ -26,6 +29,9 @@ from vlora.net import (
 
 # Seconds for which an idle connection is kept. Proxies usually keep theirs for 60 s.
 KEEP_ALIVE_SECONDS = 75
+# Seconds for sending errors to the requests that outlast the grace period, with what their clients
+# still upload.
+LAST_SECONDS = math.ceil(DISCARD_SECONDS) + 1
 BACKLOG = 2048  # Maximum number of connections that wait to be accepted.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # Numbers of options in glibc's malloc.h.
 
@@ -53,6 +59,45 @@ def keep_freed_memory() -> None:
         set_option(M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
+class Server(uvicorn.Server):
+    """Cancels the requests that outlast the grace period, so that they send an error as their end.
+
+    uvicorn would cancel them when it closes what they need for this.
+
+    failure: why it has stopped by itself, or None.
+    """
+
+    failure: ServerError | None = None
+
+    def __init__(self, app: App, grace_seconds: float) -> None:
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            http=LimitedConnection,
+            ws="none",
+            lifespan="on",
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=math.ceil(grace_seconds) + LAST_SECONDS,
+        )
+        super().__init__(config)
+        self._grace_seconds = grace_seconds
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().call_later(self._grace_seconds, self._cancel_requests)
+        await super().shutdown(sockets)
+
+    def fail(self, error: ServerError) -> None:
+        self.failure = error
+        self.should_exit = True
+
+    def _cancel_requests(self) -> None:
+        for task in self.server_state.tasks:
+            task.cancel()
+
+
 def serve(options: GatewayOptions) -> None:
     """Serve until SIGINT or SIGTERM, then let running requests finish. Raises ServerError."""
     raise_file_limit()
@@ -63,22 +108,13 @@ def serve(options: GatewayOptions) -> None:
     check_host(options.host)
     check_keys(options.host, options.keys, "--keys")
     chosen = choose_ports({"port": options.port}, options.host)
-    app = make_app(options)
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        http=LimitedConnection,
-        ws="none",
-        lifespan="on",
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=math.ceil(options.grace_seconds),
-    )
+    app = make_app(options, lambda error: server.fail(error))
+    server = Server(app, options.grace_seconds)
     with listen(options.host, chosen["port"]) as listener:
         for number in (signal.SIGINT, signal.SIGTERM):
             # uvicorn handles these signals itself, and raises them again when it has ended.
             signal.signal(number, lambda *_: sys.exit(0))
         print(f"gateway   http://{reachable_host(options.host)}:{chosen['port']}/v1", flush=True)
-        uvicorn.Server(config).run(sockets=[listener])
+        server.run(sockets=[listener])
+    if server.failure is not None:
+        raise server.failure

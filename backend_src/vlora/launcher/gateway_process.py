@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -41,15 +41,19 @@ class GatewayProcess:
         keys: Path | None,
         say: Callable[[str], None],
         log_to_file: bool = True,
+        arguments: Sequence[str] = (),
     ) -> None:
-        """Choose the port. Raise ServerError for an address that cannot be used, or needs keys."""
+        """Choose the port. Raise ServerError for an address that cannot be used, or needs keys.
+
+        arguments: further arguments of `vlora gateway`.
+        """
         check_host(host)
         check_keys(host, keys, "--gateway-keys")
         chosen = choose_ports({"gateway_port": port}, host)["gateway_port"]
         self.url = f"http://{reachable_host(host)}:{chosen}"
         self.log = root_of_runs() / f"gateway-{chosen}.log" if log_to_file else None
         self._output: IO[bytes] | None = None
-        self._arguments = ["--host", host, "--port", str(chosen)]
+        self._arguments = ["--host", host, "--port", str(chosen), *arguments]
         if keys is not None:
             self._arguments += ["--keys", str(keys.absolute())]
         self._say = say
