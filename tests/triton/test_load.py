@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from benchmarks.perf_analyzer import fetch
 from benchmarks.perf_analyzer.sweep import write_inputs
 from clients.common import ClientError
 from tests.support.polling import until
 from tests.support.triton_client import REFRESH_SECONDS, Asker, Refused, picture
+from vlora.cli import app
 from vlora.errors import BY_CODE
 
 ADAPTERS = ("", "attention-r4", "all-r8", "feed-forward-r16", "head-r8")
@@ -262,6 +264,25 @@ def test_two_hundred_concurrent_requests_are_all_answered(ask: Asker) -> None:
     with ThreadPoolExecutor(200) as pool:
         outcome = [pool.submit(ask.once, "video_analytics", **question) for _ in range(200)]
     assert [one.result()["text_output"] for one in outcome] == [alone] * 200
+
+
+def test_vlora_load_measures_what_the_server_has_done(ask: Asker, tmp_path: Path) -> None:
+    def generated() -> float:
+        return ask.metrics()[f"vllm:generation_tokens_total{SERIES}"]
+
+    before, file = generated(), tmp_path / "load.json"
+    given = "--rate 40 --seconds 0.5 --prompt-tokens 24 --output-tokens 4 --base-share 0.5"
+    command = ["load", "--grpc", ask.grpc_url, "--adapters", "all-r8", "--json", str(file)]
+    done = CliRunner().invoke(app, [*command, *given.split()])
+    assert done.exit_code == 0, done.output
+    found = json.loads(file.read_text())
+    summary, adapters = found["summary"], found["adapters"]
+    assert (summary["answered"], summary["errors"], len(found["rows"])) == (20, {}, 20)
+    assert summary["output_tokens"] == 4
+    assert summary["prompt_tokens"] == pytest.approx(24, abs=2)
+    assert {*adapters} == {"", "all-r8"}
+    assert 0 < summary["first_token_s"]["mean"] < summary["end_to_end_s"]["mean"]
+    until(lambda: generated() == before + 20 * 4 + 2)  # with the two questions that count tokens
 
 
 @pytest.fixture(scope="module")
