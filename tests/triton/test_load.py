@@ -146,26 +146,26 @@ def test_http_errors_are_json_with_their_code(ask: Asker) -> None:
 
 
 def test_the_metrics_of_the_vllm_backend_are_exported(ask: Asker) -> None:
-    keys = {"lora_name": "all-r8", "max_tokens": 900, "ignore_eos": True}
-    question = {"text_input": "hello", "stream": True, "sampling_parameters": keys}
-    names_seen: set[str] = set()
+    ask.stream("lmm", text_input="hello", sampling_parameters={"lora_name": "all-r8"})
+    labels = ('adapter_name="all-r8"', 'level="gpu"', 'pinned="false"', 'rank="8"')
 
-    def seen_running() -> list[str]:
-        """Run requests and read the metrics meanwhile. They are refreshed once a second."""
-        with ThreadPoolExecutor(8) as pool:
-            requests = [pool.submit(ask.stream, "lmm", **question) for _ in range(8)]
-            while not all(request.done() for request in requests):
-                names_seen.update(ask.metrics())
-                time.sleep(0.1)
-        return [name for name in names_seen if 'running_lora_adapters="all-r8"' in name]
+    def loaded() -> set[str]:
+        """Return the names of all series as soon as the idle server shows the adapter as loaded."""
+        found = {*ask.metrics()}
+        shown = [one for one in found if one.startswith("vllm:lora_adapter_loaded")]
+        return found if any(all(label in one for label in labels) for one in shown) else set()
 
-    running = until(seen_running)
-    names = {name.partition("{")[0] for name in names_seen}
+    series = until(loaded)
+    names = {name.partition("{")[0] for name in series}
     assert {
         "vllm:num_requests_waiting",
         "vllm:num_requests_running",
         "vllm:kv_cache_usage_perc",
         "vllm:lora_requests_info",
+        "vllm:num_gpu_loaded_lora_adapters",
+        "vllm:max_gpu_lora_adapters",
+        "vllm:lora_adapter_load_seconds_bucket",
+        "vllm:cache_config_info",
         "vllm:time_to_first_token_seconds_bucket",
         "vllm:time_per_output_token_seconds_bucket",
         "vllm:e2e_request_latency_seconds_bucket",
@@ -176,7 +176,10 @@ def test_the_metrics_of_the_vllm_backend_are_exported(ask: Asker) -> None:
         "vllm:generation_tokens_total",
         "nv_trt_llm_kv_cache_block_metrics",
     } <= names
-    assert 'max_lora="' in running[0]
+    (info,) = (one for one in series if one.startswith("vllm:lora_requests_info"))
+    assert 'running_lora_adapters="' in info
+    assert "all-r8" in info
+    assert 'max_lora="0"' not in info
 
 
 def test_a_request_is_counted_before_its_last_response(ask: Asker) -> None:

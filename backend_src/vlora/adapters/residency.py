@@ -24,7 +24,7 @@ from vlora.device.device import HOST, Device
 from vlora.errors import InvalidArgument
 from vlora.ids import BASE, MatrixId
 from vlora.memory.pool import PageMemory, PagePool, Run, UseOrder
-from vlora.metrics import TierCounters
+from vlora.metrics import MAX_LOAD_TIMES, LoadedAdapter, TierCounters
 
 # Runs a job, and then passes its result to a function on the engine's thread.
 SubmitJob = Callable[[Callable[[], None], Callable[[None], None]], None]
@@ -46,6 +46,11 @@ class HostTier:
     def free_bytes(self) -> float:
         """Bytes that are free without eviction; negative if the budget is exceeded."""
         return self._budget - self.used_bytes
+
+    @property
+    def handles(self) -> list[AdapterHandle]:
+        """Adapters with a copy, in no order; safe from any thread."""
+        return self._order.items
 
     @property
     def available_bytes(self) -> float:
@@ -342,10 +347,27 @@ class AdapterTiers:
         counts: dict[str, Any] = {n: getattr(self.counters, n) + i for n, i in increments.items()}
         self.counters = replace(self.counters, **counts)
 
+    def count_load(self, seconds: float) -> None:
+        """Count an adapter whose weights were read in so many seconds."""
+        recent = (*self.counters.load_seconds, seconds)[-MAX_LOAD_TIMES:]
+        loads = self.counters.loads + 1
+        self.counters = replace(self.counters, loads=loads, load_seconds=recent)
+
     def count_request(self, handle: AdapterHandle) -> None:
         """Count a queued request by the tier that its adapter is in."""
         tier = "hits" if handle.resident else "host_hits" if handle.adapter else "misses"
         self.count(**{tier: 1})
+
+    def loaded(self) -> list[LoadedAdapter]:
+        """Return the adapters whose present version is in the pool, or only in host memory.
+
+        Those that are least likely to be evicted come first. Any thread may call this.
+        """
+        handles = [h for h in self.host.handles if not h.retired and h.state in COPIED]
+        handles.sort(key=lambda h: (not h.resident, -h.last_used))
+        return [
+            LoadedAdapter(h.name, h.resident, False, max(h.info.ranks, default=0)) for h in handles
+        ]
 
     # -- transitions -----------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ of handles on the engine's thread, which owns all state (decision 74).
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
@@ -311,12 +312,12 @@ class AdapterStore:
         self.workers.submit(
             self.workers.loader,
             partial(_read_weights, handle),
-            partial(self._keep, handle),
+            partial(self._keep, handle, time.monotonic()),
             partial(self._fail, handle),
         )
 
-    def _keep(self, handle: AdapterHandle, adapter: Adapter) -> None:
-        self.tiers.count(loads=1)
+    def _keep(self, handle: AdapterHandle, started: float, adapter: Adapter) -> None:
+        self.tiers.count_load(time.monotonic() - started)
         if handle.obsolete:
             handle.enter(AdapterState.ON_DISK)
         elif handle.info.digest not in ("", adapter.info.digest):

@@ -83,7 +83,7 @@ Context = Annotated[
 Images = Annotated[int, option("NUMBER", "Pictures of each request.", min=0)]
 Frames = Annotated[int | None, option("NUMBER", "Frames of each clip instead of 6 or 80.", min=1)]
 ImageSize = Annotated[int, option("PIXELS", "Width and height of pictures and frames.", min=16)]
-Streams = Annotated[int, option("NUMBER", "Cameras of the workload video; --rate has no effect.", min=1)]
+Streams = Annotated[int, option("NUMBER", "Cameras of the workload video, whatever --rate.", min=1)]
 Supersede = Annotated[
     bool, option(None, "Let a newer chunk of a camera end an older one that waits.", "--supersede")
 ]

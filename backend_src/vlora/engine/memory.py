@@ -79,6 +79,17 @@ class EngineMemory:
         """Pack as many adapters as fit into the pages for adapters."""
         self._adapters.attach(self.pool, self.kv_cache, self._adapter_pages)
 
+    @property
+    def adapters_that_fit(self) -> int:
+        """Number of adapters of the present mean size that fit into the pages for adapters; of all
+        known ones if none is resident. Any thread may read it.
+        """
+        resident = len(self._adapters.resident)
+        if pages := self.pool.adapter:
+            return max(resident, self._adapter_pages * resident // pages)
+        lengths = [self._run_length(one) for one in self._adapters.table.current.values()]
+        return self._adapter_pages * len(lengths) // max(1, sum(lengths))
+
     def table(self) -> BlockTable:
         return BlockTable(self.pool, self.block_size, self.prefix)
 
