@@ -272,6 +272,7 @@ class Residents:
 
     def _unused(self, handle: AdapterHandle) -> bool:
         in_use = handle.pinned or handle.slot == self.protected_slot
+        in_use = in_use or (handle.stays_loaded and not handle.retired)
         return not in_use and handle not in self.needed
 
     def evictable_pages(self, enough: int) -> int:
@@ -364,9 +365,10 @@ class AdapterTiers:
         Those that are least likely to be evicted come first. Any thread may call this.
         """
         handles = [h for h in self.host.handles if not h.retired and h.state in COPIED]
-        handles.sort(key=lambda h: (not h.resident, -h.last_used))
+        handles.sort(key=lambda h: (not h.resident, not h.stays_loaded, -h.last_used))
         return [
-            LoadedAdapter(h.name, h.resident, False, max(h.info.ranks, default=0)) for h in handles
+            LoadedAdapter(h.name, h.resident, h.stays_loaded, max(h.info.ranks, default=0))
+            for h in handles
         ]
 
     # -- transitions -----------------------------------------------------------------------------

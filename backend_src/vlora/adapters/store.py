@@ -7,6 +7,7 @@ of handles on the engine's thread, which owns all state (decision 74).
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -140,6 +141,8 @@ class AdapterStore:
     dtype: dtype of the packed copies.
     host_bytes: maximum size of the host copies that may be evicted; None for no limit.
     device: device whose steps use the adapters.
+    pinned: names of adapters that are loaded without requests, and never evicted.
+    max_pinned_pages: maximum number of pages of these adapters together.
     """
 
     def __init__(
@@ -149,7 +152,11 @@ class AdapterStore:
         dtype: torch.dtype = torch.float32,
         host_bytes: int | None = None,
         device: Device = HOST,
+        pinned: Sequence[str] = (),
     ) -> None:
+        self._pinned = dict.fromkeys(pinned)
+        self.max_pinned_pages: float = math.inf
+        self._attached = False
         self._names = AdapterNames()
         self.tiers = AdapterTiers(model, dtype, host_bytes, device)
         self.slots = self.tiers.slots
@@ -169,10 +176,14 @@ class AdapterStore:
         self.apply()
 
     def attach(self, pool: PagePool, memory: PageMemory, pages: int) -> None:
-        """Store packed copies in the pool's pages from now on, and pack adapters in memory into at
-        most `pages` pages. All groups must have been created.
+        """Store packed copies in the pool's pages from now on. Load the pinned adapters, and pack
+        them and others that are in memory into at most `pages` pages. All groups must have been
+        created.
         """
         self.tiers.attach(pool, memory)
+        self._attached = True
+        self.finish()
+        pages -= pool.adapter
         for handle in self.table.current.values():
             if handle.state is AdapterState.IN_MEMORY:
                 needed = self.tiers.pages_of(handle)
@@ -215,6 +226,13 @@ class AdapterStore:
         return handle.slot
 
     @property
+    def pinned(self) -> list[AdapterHandle]:
+        """Present versions of the pinned adapters that can be loaded and are not too large."""
+        current = self.table.current
+        found = (current.get(name) for name in self._pinned)
+        return [handle for handle in found if handle is not None and handle.stays_loaded]
+
+    @property
     def resident(self) -> Mapping[int, AdapterHandle]:
         return self.tiers.residents.by_slot
 
@@ -225,11 +243,15 @@ class AdapterStore:
         self.workers.apply()
         self.tiers.drop_obsolete()
         self._names.publish()
+        if self._attached and self._pinned:
+            self._load_pinned()
 
     def finish(self) -> None:
         """Wait until all requested adapters are loaded and packed, and apply all results."""
-        self.workers.finish()
         self.apply()
+        while self.loading:
+            self.workers.finish()
+            self.apply()
 
     @property
     def loading(self) -> bool:
@@ -250,6 +272,7 @@ class AdapterStore:
     def _apply_folder(self, result: FolderResult) -> None:
         match result:
             case FolderRead(handle, adapter):
+                handle.stays_loaded = self._may_stay(handle)
                 self.tiers.retire(self._names.set(handle.name, handle))
                 if not handle.description.ranks.keys() <= self.slots.matrices:
                     self.slots.matrices |= handle.description.ranks.keys()
@@ -266,7 +289,30 @@ class AdapterStore:
             case FolderRemoved(name):
                 self.tiers.retire(self._names.set(name, None))
 
+    def _may_stay(self, handle: AdapterHandle) -> bool:
+        """Return whether a new version is pinned, and is small enough to stay in the pool."""
+        if handle.name not in self._pinned or not self._attached:
+            return handle.name in self._pinned
+        others = sum(self.tiers.pages_of(h) for h in self.pinned if h.name != handle.name)
+        fits = others + self.tiers.pages_of(handle) <= self.max_pinned_pages
+        if not fits:
+            log.warning(
+                "adapter '%s' is too large to stay pinned: all pinned ones may have %d pages;"
+                " requests load it",
+                as_text(handle.name),
+                self.max_pinned_pages,
+            )
+        return fits
+
     # -- loading and packing ---------------------------------------------------------------------
+
+    def _load_pinned(self) -> None:
+        now = self.folders.clock()
+        for handle in self.pinned:
+            if handle.may_begin(now) and handle.state is AdapterState.ON_DISK:
+                self._load(handle)
+            elif handle.may_begin(now) and handle.state is AdapterState.IN_MEMORY:
+                self._pack(handle, between_steps=False)
 
     def advance(self, wanted: Sequence[AdapterHandle], running: int = 0) -> AdapterHandle | None:
         """Apply all results. Then begin to load and pack the adapters that waiting requests need,

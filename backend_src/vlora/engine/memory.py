@@ -76,8 +76,26 @@ class EngineMemory:
         return Run.length(self._adapters.tiers.packed_bytes(handle), self._page_bytes)
 
     def attach(self) -> None:
-        """Pack as many adapters as fit into the pages for adapters."""
+        """Load the pinned adapters, and pack as many others as fit into the pages for adapters.
+
+        Raises InvalidArgument if the pinned ones leave too few pages for a request.
+        """
+        others = (h for h in self._adapters.table.current.values() if not h.stays_loaded)
+        largest = max(map(self._run_length, others), default=0)
+        context = -(-self._max_model_len // self.block_size)
+        limit = max(0, self.pool.total - context - largest)
+        if self._pinned_pages > limit:
+            raise InvalidArgument(
+                f"'pinned_adapters' need {self._pinned_pages} pages of {self._page_bytes} bytes;"
+                f" beside a context and another adapter, the pool has {limit} of {self.pool.total}."
+                " Pin fewer, or raise 'adapter_pool_bytes'"
+            )
+        self._adapters.max_pinned_pages = limit
         self._adapters.attach(self.pool, self.kv_cache, self._adapter_pages)
+
+    @property
+    def _pinned_pages(self) -> int:
+        return sum(map(self._run_length, self._adapters.pinned))
 
     @property
     def adapters_that_fit(self) -> int:
@@ -98,7 +116,9 @@ class EngineMemory:
 
         Raises InvalidArgument if the adapter leaves no page for keys and values.
         """
-        pages = 0 if handle is None else self._run_length(handle)
+        pages = self._pinned_pages
+        if handle is not None and not handle.stays_loaded:
+            pages += self._run_length(handle)
         if pages >= self.pool.total:
             name = "" if handle is None else handle.name
             raise InvalidArgument(
