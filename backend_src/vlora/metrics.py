@@ -259,7 +259,7 @@ class EngineStats:
     )
     adapters_that_fit: int = _gauge(
         "vllm:max_gpu_lora_adapters",
-        "Adapters of the present mean size that fit into the pages for adapters.",
+        "Adapters of mean size that fit into the pool beside the longest request.",
         "memory.adapters_that_fit",
     )
     loaded_adapters: Sequence[LoadedAdapter] = _row(

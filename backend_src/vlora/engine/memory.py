@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
+from vlora.adapters.catalog import NameTable
 from vlora.adapters.handle import AdapterHandle
 from vlora.adapters.store import AdapterStore
 from vlora.config import AUTO, Options
@@ -56,6 +57,10 @@ class EngineMemory:
         self._stuck: Sequence | None = None  # Oldest waiting request whose adapter got no pages.
         self._stuck_since = 0.0
         self.block_size = options.block_size
+        self._context_pages = -(-max_model_len // options.block_size)
+        # `adapters_that_fit`, and the table of adapters for which it was computed.
+        # The last `adapters_that_fit`, and the table of adapters for which it was computed.
+        self._fitting: tuple[NameTable | None, int] = (None, 0)
         # Time of arrival; requests that arrived later may not begin.
         self.arrival_cutoff = math.inf
         for matrices in lora_groups(config.layers):
@@ -82,8 +87,7 @@ class EngineMemory:
         """
         others = (h for h in self._adapters.table.current.values() if not h.stays_loaded)
         largest = max(map(self._run_length, others), default=0)
-        context = -(-self._max_model_len // self.block_size)
-        limit = max(0, self.pool.total - context - largest)
+        limit = max(0, self.pool.total - self._context_pages - largest)
         if self._pinned_pages > limit:
             raise InvalidArgument(
                 f"'pinned_adapters' need {self._pinned_pages} pages of {self._page_bytes} bytes;"
@@ -99,14 +103,17 @@ class EngineMemory:
 
     @property
     def adapters_that_fit(self) -> int:
-        """Number of adapters of the present mean size that fit into the pages for adapters; of all
-        known ones if none is resident. Any thread may read it.
+        """Number of adapters, of the mean size of all known ones, that fit into the pool beside one
+        request of the maximum length. Any thread may read it.
         """
-        resident = len(self._adapters.resident)
-        if pages := self.pool.adapter:
-            return max(resident, self._adapter_pages * resident // pages)
-        lengths = [self._run_length(one) for one in self._adapters.table.current.values()]
-        return self._adapter_pages * len(lengths) // max(1, sum(lengths))
+        table, number = self._fitting
+        if table is not self._adapters.table:
+            table = self._adapters.table
+            lengths = [self._run_length(handle) for handle in table.current.values()]
+            pages = (self.pool.total - self._context_pages) * len(lengths)
+            number = max(0, pages // sum(lengths)) if lengths else 0
+            self._fitting = table, number
+        return number
 
     def table(self) -> BlockTable:
         return BlockTable(self.pool, self.block_size, self.prefix)
