@@ -196,6 +196,8 @@ def test_figures_count_from_the_scheduled_times_and_errors_miss_their_deadlines(
         (["--priority", "high"], "--priority takes PRIORITY=SHARE, as in 5=0.1, not 'high'"),
         (["--priority", "1=0.7", "--priority", "2=0.7"], "their sum 1 at most"),
         (["--adapters", "@none.txt"], "none.txt"),
+        (["--zipf", "1"], "--hot, --zipf and --base-share need --adapters NAMES"),
+        (["--send-deadline"], "--send-deadline needs --deadline-ms MS"),
         (["--grpc", "here"], "--grpc takes HOST:PORT, as in 127.0.0.1:8001, not 'here'"),
         (["--openai", "here"], "--openai takes a URL, as in http://127.0.0.1:8080/v1, not 'here'"),
         (["--json", "none/a.json"], "none/a.json cannot be written"),

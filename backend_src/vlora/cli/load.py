@@ -43,6 +43,11 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False)
 INTERRUPTED = 130
 MAX_ADAPTER_ROWS = 10
+SPREADS = {
+    "first_token_s": "first token",
+    "end_to_end_s": "end to end",
+    "lag_s": "delay of sending",
+}
 SHOW_SECONDS = 0.25  # Seconds between two updates of the live figures.
 
 Grpc = Annotated[str, option("HOST:PORT", "gRPC address of a Triton server.", "--grpc")]
@@ -163,47 +168,33 @@ def load(
     with report_errors():
         _check(json_file, picture, openai)
         # Imported here because they import numpy, gRPC and more.
-        from vlora.load.figures import summarize
         from vlora.load.run import Asking, Measurement
         from vlora.load.trace import Traffic
 
-        names = _adapter_names(adapters)
-        shape = _shape(workload, arrivals, prompt_tokens, output_tokens)
+        if not adapters and (hot or zipf or base_share):
+            raise InvalidArgument("--hot, --zipf and --base-share need --adapters NAMES")
+        if send_deadline and not deadline:
+            raise InvalidArgument("--send-deadline needs --deadline-ms MS")
+        names, priorities = _adapter_names(adapters), _priorities(priority or ())
+        prompt, output, clip = _shape(workload, arrivals, prompt_tokens, output_tokens)
+        cameras = streams if workload == "video" else None
+        lengths, popularity = (prompt, output), (len(names), hot, zipf, base_share)
         traffic = Traffic(
-            arrivals,
-            rate,
-            seconds,
-            lengths=shape[:2],
-            streams=streams if workload == "video" else None,
-            context=context,
-            adapters=len(names),
-            hot=hot,
-            zipf=zipf,
-            base_share=base_share,
-            priorities=_priorities(priority or ()),
+            arrivals, rate, seconds, lengths, cameras, context, *popularity, priorities
         )
         trace = traffic.draw(seed)
-        sampling = {"deadline_ms": deadline} if deadline and send_deadline else {}
-        prefix = f"load-{seed}" if supersede else None
-        asking = Asking(names, sampling, task, prefix, timeout)
+        sampling = {"deadline_ms": deadline} if send_deadline else {}
+        asking = Asking(names, sampling, task, f"load-{seed}" if supersede else None, timeout)
         target = _target(grpc, openai, key, model)
         measurement = Measurement.of(trace, names)
-        pictures = {"images": images, "frames": frames or shape[2], "side": image_size}
+        pictures = {"images": images, "frames": frames or clip, "side": image_size}
         interrupted = _run(target, asking, trace, measurement, seed, pictures)
+        about = asdict(traffic) | asdict(asking) | pictures
+        about |= {"server": openai or grpc, "model": model, "workload": workload, "seed": seed}
+        about |= {"version": __version__, "interrupted": interrupted}
         late = None if deadline is None else deadline / 1e3
-        _show(measurement, late)
-        if json_file is not None:
-            about = asdict(traffic) | asdict(asking) | pictures
-            about |= {"server": openai or grpc, "model": model, "workload": workload}
-            about |= {"seed": seed, "deadline_s": late, "interrupted": interrupted}
-            about["version"] = __version__
-            _write(json_file, measurement.records, late, about)
-        if picture is not None:
-            _draw(measurement.records, picture)
-        if interrupted:
-            raise typer.Exit(INTERRUPTED)
-        if not summarize(measurement.records)["answered"]:
-            raise typer.Exit(1)
+        answered = _report(measurement, late, about, json_file, picture)
+        raise typer.Exit(INTERRUPTED if interrupted else int(not answered))
 
 
 def _check(json_file: Path | None, picture: Path | None, openai: str | None) -> None:
@@ -339,28 +330,50 @@ class _Live:
         return f"{running}, {rate:.0f} tokens/s, {mean:.2f} s each"
 
 
-def _show(measurement: Measurement, deadline: float | None) -> None:
-    from vlora.load.figures import MAX_LAG_SECONDS, by_adapter, kept_schedule, summarize
+def _report(
+    measurement: Measurement,
+    deadline: float | None,
+    about: Mapping[str, Any],
+    json_file: Path | None,
+    picture: Path | None,
+) -> int:
+    """Print the figures, and write the files. Return the number of answered requests."""
+    from vlora.load.figures import by_adapter, draw, summarize
 
-    figures = summarize(measurement.records, deadline)
+    records = measurement.records
+    figures, adapters = summarize(records, deadline), by_adapter(records, deadline)
+    _print_figures(figures, measurement.messages)
+    if len(adapters) > 1:
+        console.print(_adapters_table(adapters))
+    if json_file is not None:
+        rows = [asdict(one) for one in records]
+        meta = {**about, "deadline_s": deadline}
+        found = {"meta": meta, "summary": figures, "adapters": adapters, "rows": rows}
+        json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        print_plain(f"figures   {json_file}")
+    if picture is not None:
+        draw(records, picture)
+        print_plain(f"picture   {picture}")
+    return int(figures["answered"])
+
+
+def _print_figures(figures: Mapping[str, Any], messages: Mapping[str, str]) -> None:
+    from vlora.load.figures import MAX_LAG_SECONDS, kept_schedule
+
     running = f", {figures['unfinished']} did not end" if figures["unfinished"] else ""
     print_plain(
         f"{figures['sent']} of {counted(figures['requests'], 'request')} sent,"
         f" {figures['answered']} answered in {figures['seconds']:.1f} s{running}"
     )
     for code, number in figures["errors"].items():
-        print_plain(f"{counted(number, 'error')} {code}: {measurement.messages[code]}")
+        print_plain(f"{counted(number, 'error')} {code}: {messages[code]}")
     spreads = ("mean", "p50", "p95", "p99", "max")
     table = make_table(("seconds", *spreads), spreads)
-    for name in ("first_token_s", "end_to_end_s", "lag_s"):
+    for name, title in SPREADS.items():
         if found := figures[name]:
-            title = {"lag_s": "delay of sending"}.get(name, name[:-2].replace("_", " "))
             table.add_row(title, *(f"{found[spread]:.4f}" for spread in spreads))
     console.print(table)
     print_plain(_rates(figures))
-    adapters = by_adapter(measurement.records, deadline)
-    if len(adapters) > 1:
-        console.print(_adapters_table(adapters))
     if not kept_schedule(figures):
         print_plain(
             f"warning: this client did not keep its schedule: 1 % of the requests were sent more"
@@ -399,25 +412,3 @@ def _adapters_table(adapters: Mapping[str, Mapping[str, Any]]) -> Table:
             f"{met:.1%}" if met is not None else "-",
         )
     return table
-
-
-def _write(
-    file: Path, records: Sequence[Record], deadline: float | None, about: Mapping[str, Any]
-) -> None:
-    from vlora.load.figures import by_adapter, summarize
-
-    found = {
-        "meta": about,
-        "summary": summarize(records, deadline),
-        "adapters": by_adapter(records, deadline),
-        "rows": [asdict(one) for one in records],
-    }
-    file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print_plain(f"figures   {file}")
-
-
-def _draw(records: Sequence[Record], file: Path) -> None:
-    from vlora.load.figures import draw
-
-    draw(records, file)
-    print_plain(f"picture   {file}")

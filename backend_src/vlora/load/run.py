@@ -116,17 +116,18 @@ async def send(
     request is sent, and when it has ended.
     """
     questions = [asking.question(*pair) for pair in zip(trace, contents, strict=True)]
-    # A collection of all contents would stop the loop for milliseconds.
-    gc.collect()
-    gc.freeze()
+    gc.freeze()  # To look through all contents for garbage would stop the loop for milliseconds.
     started = time.perf_counter() + LEAD_SECONDS
-    async with asyncio.TaskGroup() as running:
-        for question, record in zip(questions, measurement.records, strict=True):
-            await asyncio.sleep(started + record.at - time.perf_counter())
-            scheduled = started + record.at
-            running.create_task(
-                _ask(target, question, record, scheduled, asking.timeout, measurement, watch)
-            )
+    try:
+        async with asyncio.TaskGroup() as running:
+            for question, record in zip(questions, measurement.records, strict=True):
+                scheduled = started + record.at
+                await asyncio.sleep(scheduled - time.perf_counter())
+                running.create_task(
+                    _ask(target, question, record, scheduled, asking.timeout, measurement, watch)
+                )
+    finally:
+        gc.unfreeze()
 
 
 async def _ask(

@@ -220,6 +220,8 @@ class OpenAiTarget:
                     raise _refusal(response.status, await response.aread())
                 async for event in _events(response.aiter_stream()):
                     self._read(event, answer)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RequestFailed("BAD_ANSWER", f"{url}: {in_one_line(error)}") from error
         except self._faults as error:
             reason = f"no OpenAI API answers at {self._url}: {in_one_line(error)}"
             raise RequestFailed("CONNECTION", f"{reason}; name its URL with --openai") from None
