@@ -263,7 +263,7 @@ class EngineStats:
         "memory.adapters_that_fit",
     )
     loaded_adapters: Sequence[LoadedAdapter] = _row(
-        None, lambda engine: engine.adapters.tiers.loaded(), default=()
+        None, lambda engine: engine.adapters.loaded(), default=()
     )
     load_times: tuple[int, Sequence[float]] = _row(None, _load_times, default=(0, ()))
     adapter_host_bytes: int = _gauge(

@@ -24,7 +24,7 @@ from vlora.device.device import HOST, Device
 from vlora.errors import InvalidArgument
 from vlora.ids import BASE, MatrixId
 from vlora.memory.pool import PageMemory, PagePool, Run, UseOrder
-from vlora.metrics import MAX_LOAD_TIMES, LoadedAdapter, TierCounters
+from vlora.metrics import MAX_LOAD_TIMES, TierCounters
 
 # Runs a job, and then passes its result to a function on the engine's thread.
 SubmitJob = Callable[[Callable[[], None], Callable[[None], None]], None]
@@ -358,18 +358,6 @@ class AdapterTiers:
         """Count a queued request by the tier that its adapter is in."""
         tier = "hits" if handle.resident else "host_hits" if handle.adapter else "misses"
         self.count(**{tier: 1})
-
-    def loaded(self) -> list[LoadedAdapter]:
-        """Return the adapters whose present version is in the pool, or only in host memory.
-
-        Those that are least likely to be evicted come first. Any thread may call this.
-        """
-        handles = [h for h in self.host.handles if not h.retired and h.state in COPIED]
-        handles.sort(key=lambda h: (not h.resident, not h.stays_loaded, -h.last_used))
-        return [
-            LoadedAdapter(h.name, h.resident, h.stays_loaded, max(h.info.ranks, default=0))
-            for h in handles
-        ]
 
     # -- transitions -----------------------------------------------------------------------------
 

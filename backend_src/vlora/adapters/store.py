@@ -14,7 +14,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -37,12 +37,13 @@ from vlora.adapters.errors import (
     is_transient,
 )
 from vlora.adapters.files import MAX_ADAPTER_BYTES, Adapter, AdapterInfo, read_adapter
-from vlora.adapters.handle import AdapterHandle, AdapterState
+from vlora.adapters.handle import COPIED, AdapterHandle, AdapterState
 from vlora.adapters.model_shape import ModelShape
 from vlora.adapters.residency import AdapterTiers
 from vlora.device.device import HOST, Device
 from vlora.ids import BASE
 from vlora.memory.pool import PageMemory, PagePool
+from vlora.metrics import LoadedAdapter
 
 log = logging.getLogger(__name__)
 
@@ -134,8 +135,8 @@ class Workers:
 class AdapterStore:
     """Adapters by name, and the tier that holds the weights of each.
 
-    `names`, `table`, `handle`, `info`, `route` and `resident` may be called from any thread.
-    Everything else belongs to the engine's thread.
+    `names`, `table`, `handle`, `info`, `route`, `pinned`, `resident` and `loaded` may be called
+    from any thread. Everything else belongs to the engine's thread.
 
     max_bytes: maximum size of one adapter's weights in fp32.
     dtype: dtype of the packed copies.
@@ -164,6 +165,8 @@ class AdapterStore:
         self.folders = FolderReader(model, max_bytes, self._allowed_bytes, self._post_folder)
         self._packs_inline = device.in_host_memory
         self._inline_bytes_left = 0
+        # The last result of `loaded`, and the state of the tiers at that time.
+        self._loaded: tuple[tuple[Any, ...], Sequence[LoadedAdapter]] = ((), ())
         # Size of all weights that the engine's thread has received from `folders` so far.
         self._taken_bytes = 0
 
@@ -235,6 +238,19 @@ class AdapterStore:
     @property
     def resident(self) -> Mapping[int, AdapterHandle]:
         return self.tiers.residents.by_slot
+
+    def loaded(self) -> Sequence[LoadedAdapter]:
+        """Return the adapters whose present version is in the pool, or only in host memory.
+
+        Those that are least likely to be evicted come first.
+        """
+        done = self.tiers.counters
+        now = (done.loads, done.packs, done.evictions, done.host_evictions, self.table)
+        if now != self._loaded[0]:  # With thousands of adapters, a list takes milliseconds.
+            present = (h for h in self.tiers.host.handles if not h.retired and h.state in COPIED)
+            kept = sorted(present, key=lambda h: (not h.resident, not h.stays_loaded, -h.last_used))
+            self._loaded = now, [_as_loaded(handle) for handle in kept]
+        return self._loaded[1]
 
     # -- results of other threads ----------------------------------------------------------------
 
@@ -363,7 +379,7 @@ class AdapterStore:
         )
 
     def _keep(self, handle: AdapterHandle, started: float, adapter: Adapter) -> None:
-        self.tiers.count_load(time.monotonic() - started)
+        seconds = time.monotonic() - started
         if handle.obsolete:
             handle.enter(AdapterState.ON_DISK)
         elif handle.info.digest not in ("", adapter.info.digest):
@@ -371,6 +387,7 @@ class AdapterStore:
             self._fail(handle, invalid("holds other weights than when it was first read"))
         else:
             self.tiers.keep(handle, adapter)
+        self.tiers.count_load(seconds)  # Counts change after states, by which `loaded` sees both.
 
     def _reserve_and_pack(self, handle: AdapterHandle, running: int) -> AdapterHandle | None:
         size = self.tiers.packed_bytes(handle)
@@ -416,6 +433,11 @@ class AdapterStore:
     def check_integrity(self) -> None:
         """Raise AssertionError if the tiers are inconsistent. The workers must be idle."""
         self.tiers.check_integrity()
+
+
+def _as_loaded(handle: AdapterHandle) -> LoadedAdapter:
+    rank = max(handle.info.ranks, default=0)
+    return LoadedAdapter(handle.name, handle.resident, handle.stays_loaded, rank)
 
 
 def _read_weights(handle: AdapterHandle) -> Adapter:

@@ -58,7 +58,7 @@ def test_adapters_pinned_by_name_are_loaded_at_the_start_and_stay_under_pressure
     for index in (0, 2, 3, 5):
         assert harness.request(index) is None
         assert harness.resident() == {"a1", "a4", f"a{index}"}
-    loaded = [(one.name, one.pinned) for one in harness.store.tiers.loaded() if one.resident]
+    loaded = [(one.name, one.pinned) for one in harness.store.loaded() if one.resident]
     assert loaded[2] == ("a5", False)
     assert {*loaded[:2]} == {("a1", True), ("a4", True)}
 
