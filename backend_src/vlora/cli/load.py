@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -403,7 +402,7 @@ def _adapters_table(adapters: Mapping[str, Mapping[str, Any]]) -> Table:
         first, end = figures["first_token_s"], figures["end_to_end_s"]
         latency, met = figures["token_latency_s"], figures["deadlines_met"]
         table.add_row(
-            escape(name) or "(base model)",
+            name or "(base model)",
             str(figures["requests"]),
             str(sum(figures["errors"].values())),
             f"{latency * 1e3:.2f}" if latency else "-",

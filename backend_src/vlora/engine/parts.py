@@ -12,6 +12,7 @@ import torch
 
 from vlora import backends
 from vlora.adapters.catalog import FolderFinder, FolderWatch, find_folders
+from vlora.adapters.errors import as_text
 from vlora.adapters.store import AdapterStore
 from vlora.atmm.cuda import operator
 from vlora.config import AUTO, Options
@@ -150,8 +151,9 @@ def _load_adapters(
     options: Options, names: Mapping[str, str], adapters: AdapterStore
 ) -> FolderWatch:
     adapters.load(find_folders(options.adapters, names))
-    if unknown := sorted(set(options.pinned_adapters) - set(adapters.names())):
-        log.warning("'pinned_adapters' has names without an adapter yet: %s", ", ".join(unknown))
+    if missing := sorted(set(options.pinned_adapters) - set(adapters.names())):
+        listed = ", ".join(map(as_text, missing))
+        log.warning("'pinned_adapters' has names without an adapter yet: %s", listed)
     finder = FolderFinder(options.adapters, names)
     return FolderWatch(finder, adapters.folders.update, retry=adapters.folders.retry)
 
