@@ -22,10 +22,11 @@ from rich.console import RenderableType
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from benchmarks.driver import WORDS, Driver, DriverRequest, Outcome, random_image
+from benchmarks.driver import Driver, DriverRequest, Outcome, random_image
 from benchmarks.frame import DEMO, DemoBenchmark, Row, medians_by, table
 from vlora.config import Options
 from vlora.engine.engine import Engine
+from vlora.load.contents import WORDS
 
 KINDS = ("activated", "ordinary")
 ADAPTER = "counting"

@@ -24,12 +24,13 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.driver import WORDS, Driver, DriverRequest, Outcome
+from benchmarks.driver import Driver, DriverRequest, Outcome
 from benchmarks.frame import DemoBenchmark, Row, matching
 from benchmarks.llava import save_adapter
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.engine.sequence import scopes_of
+from vlora.load.contents import WORDS
 from vlora.memory.pool import Evictor, Owner, PagePool, Run, evict_oldest
 from vlora.memory.prefix import PrefixCache
 from vlora.model.decoder_config import DecoderConfig, load_config

@@ -26,8 +26,6 @@ from vlora.request import ImageFeatures, Output, Request
 from vlora.sampling import SamplingParams
 from vlora.weights.safetensors import ReadPlan
 
-WORDS = tuple("what is the number of red things in this picture and where are they".split())  # noqa: SIM905
-"""Words of the demo checkpoint's vocabulary. A word and the space before it are two tokens."""
 WAIT_SECONDS = 0.05
 """Maximum wait for the loader before the next step. A finished load ends the wait earlier."""
 

@@ -18,15 +18,17 @@ import typer
 from rich.console import RenderableType
 
 from benchmarks import baseline_policies, frame
-from benchmarks.driver import WORDS, Driver, DriverRequest
+from benchmarks.driver import Driver, DriverRequest
 from benchmarks.frame import DEMO, Row, ThreadedBenchmark, matching, mean_of
 from benchmarks.published_operators import OPERATORS
-from benchmarks.replay import PolicyEngine, TracedRequest, Workload
+from benchmarks.replay import PolicyEngine
 from vlora.atmm.search.timing import rotated
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.engine.policies.registry import make_policy
 from vlora.ids import BASE
+from vlora.load.contents import WORDS
+from vlora.load.trace import TracedRequest, Workload
 
 baseline_policies.register()
 

@@ -13,10 +13,11 @@ from typing import Any, ClassVar
 
 from rich.console import RenderableType
 
-from benchmarks.driver import WORDS, Driver, DriverRequest, random_image
+from benchmarks.driver import Driver, DriverRequest, random_image
 from benchmarks.frame import DemoBenchmark, Row, medians_by, table
 from vlora.config import Options
 from vlora.engine.engine import Engine
+from vlora.load.contents import WORDS
 
 
 @dataclass(kw_only=True)

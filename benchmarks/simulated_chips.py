@@ -19,11 +19,12 @@ from rich.progress import track
 
 from benchmarks import baseline_policies, frame
 from benchmarks.frame import Row
-from benchmarks.replay import Replay, Simulation, TracedRequest, Workload
+from benchmarks.replay import Replay, Simulation
 from vlora.config import Options
 from vlora.engine.cost import AdapterSize, CostModel, Profile
 from vlora.engine.policies.registry import make_policy
 from vlora.engine.scheduler import Budgets
+from vlora.load.trace import TracedRequest, Workload
 
 FCFS = "unmerge_only"
 POLICIES = (FCFS, "predictive", "credit", "paper", "dlora", "merge_only")

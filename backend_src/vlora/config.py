@@ -106,6 +106,7 @@ class Options:
     merged_weights_bytes: int | None = None
     adapter_pool_bytes: IntOrAuto = AUTO
     adapter_host_bytes: int = 4 * 1024**3
+    pinned_adapters: tuple[str, ...] = ()
     enable_prefix_caching: bool = True
     # "auto": see `cores.split_cores`.
     engine_threads: IntOrAuto = AUTO
@@ -410,6 +411,10 @@ def _checked(kind: type, keys: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _cast(value: Any, hint: Any, what: str) -> Any:
     """Return `value` as the type `hint`. Numbers must be positive, but sizes in bytes may be 0."""
+    if hint == tuple[str, ...]:
+        if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
+            raise InvalidArgument(f"{what} must be a list of names, not {json.dumps(value)}")
+        return tuple(value)
     kinds = get_args(hint) or (hint,)
     if bool in kinds:
         value = _spelled(value)

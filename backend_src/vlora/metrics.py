@@ -7,15 +7,32 @@ hold needs, beside its row, only the line that counts it (`EngineStatistics.coun
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+MAX_LOAD_TIMES = 64  # Durations of loads that are kept for the metrics.
+
+
+class LoadedAdapter(NamedTuple):
+    """An adapter in memory: in the pool, where steps use it, or only in host memory.
+
+    rank: highest rank of its matrices.
+    """
+
+    name: str
+    resident: bool
+    pinned: bool
+    rank: int
+
 
 @dataclass(frozen=True)
 class TierCounters:
-    """Totals of adapter loading since the start; `EngineStats` says what they count."""
+    """Totals of adapter loading since the start; `EngineStats` says what they count.
+
+    load_seconds: durations of the last loads, at most MAX_LOAD_TIMES.
+    """
 
     hits: int = 0
     host_hits: int = 0
@@ -24,6 +41,7 @@ class TierCounters:
     packs: int = 0
     evictions: int = 0
     host_evictions: int = 0
+    load_seconds: tuple[float, ...] = ()
 
 
 @dataclass
@@ -91,6 +109,11 @@ def _merge_gain(name: str) -> Read:
     return lambda engine: getattr(getattr(engine.scheduler.policy, "merging", None), name, 0.0)
 
 
+def _load_times(engine: Any) -> tuple[int, Sequence[float]]:
+    counters = engine.adapters.tiers.counters  # Replaced as a whole, so both belong together.
+    return counters.loads, counters.load_seconds
+
+
 def _middle(ordered: list[float]) -> float:
     return ordered[len(ordered) // 2]
 
@@ -106,7 +129,9 @@ class EngineStats:
     waiting, before_engine: requests that wait, and those of them that the engine does not have yet.
         The engine itself counts only those that it has.
     broken_adapters: the errors of the adapters that cannot be loaded, by name.
-    running_adapters, waiting_adapters: number of requests by adapter name; "" is the base model.
+    loaded_adapters: adapters in memory, those that are least likely to be evicted first.
+    load_times: number of adapters read from disk for requests, and the seconds of the last reads.
+    waiting_adapters: number of waiting requests by adapter name; "" is the base model.
     """
 
     steps: int = _counter("vlora:engine_steps_total", "Forward passes.")
@@ -232,6 +257,15 @@ class EngineStats:
     broken_adapters: Mapping[str, Exception] = _row(
         None, "adapters.table.broken", default_factory=dict
     )
+    adapters_that_fit: int = _gauge(
+        "vllm:max_gpu_lora_adapters",
+        "Adapters of mean size that fit into the pool beside the longest request.",
+        "memory.adapters_that_fit",
+    )
+    loaded_adapters: Sequence[LoadedAdapter] = _row(
+        None, lambda engine: engine.adapters.loaded(), default=()
+    )
+    load_times: tuple[int, Sequence[float]] = _row(None, _load_times, default=(0, ()))
     adapter_host_bytes: int = _gauge(
         "vlora:adapter_host_bytes",
         "Bytes of adapters in host memory.",
@@ -303,12 +337,13 @@ class EngineStats:
         "Answers ended by an error of their structure.",
         "admission.grammars.counters.failed",
     )
-    running_adapters: Mapping[str, int] = _row(
-        None, lambda engine: _requests_by_adapter(engine.scheduler.running), default_factory=dict
-    )
     waiting_adapters: Mapping[str, int] = _row(
         None, lambda engine: _requests_by_adapter(engine.scheduler.waiting), default_factory=dict
     )
+
+    @property
+    def adapters_loaded(self) -> int:
+        return sum(adapter.resident for adapter in self.loaded_adapters)
 
     @property
     def kv_usage(self) -> float:
@@ -331,7 +366,10 @@ def exported_stats() -> dict[str, Export]:
     usage = Export(
         "gauge", "vllm:kv_cache_usage_perc", "Share of pages with KV of running requests, 0 to 1."
     )
-    return exports_of(EngineStats) | {"kv_usage": usage}
+    loaded = Export(
+        "gauge", "vllm:num_gpu_loaded_lora_adapters", "Adapters that steps can use without loading."
+    )
+    return exports_of(EngineStats) | {"kv_usage": usage, "adapters_loaded": loaded}
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ import re
 import resource
 import secrets
 import socket
+import struct
 import sys
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from http.client import HTTPException
@@ -143,6 +144,29 @@ def load_grpc_stubs() -> tuple[ModuleType, ModuleType]:
     finally:
         if stand_in is not None:
             del sys.modules[PACKAGE]
+
+
+def string_parts(values: Iterable[bytes]) -> list[bytes]:
+    """Return the parts of a BYTES tensor in Triton's encoding: each value's length, then itself."""
+    return [part for value in values for part in (struct.pack("<I", len(value)), value)]
+
+
+def outputs_of(response: Any) -> dict[str, list[Any]]:
+    """Return the values of the outputs of a `ModelInferResponse`, by name."""
+    raws = zip(response.outputs, response.raw_output_contents, strict=True)
+    return {output.name: _values(output.datatype, raw) for output, raw in raws}
+
+
+def _values(datatype: str, raw: bytes) -> list[Any]:
+    if datatype == "BYTES":
+        texts, start = [], 0
+        while start < len(raw):
+            end = start + 4 + int.from_bytes(raw[start : start + 4], "little")
+            texts.append(raw[start + 4 : end].decode())
+            start = end
+        return texts
+    kind = {"UINT32": "I", "FP32": "f"}[datatype]
+    return list(struct.unpack(f"<{len(raw) // 4}{kind}", raw))
 
 
 LOOPBACK = "127.0.0.1"

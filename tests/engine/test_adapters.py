@@ -52,6 +52,35 @@ def test_a_burst_over_more_adapters_than_fit_the_pool_is_answered(
     assert (stats.adapter_loads > 0) == (host_adapters == 2) == bool(readers)
 
 
+def test_pinned_adapters_are_loaded_at_the_start_and_stay_through_a_burst(
+    checkpoint: Path, twelve: Path, burst_tokens: dict[str, tuple[int, ...]]
+) -> None:
+    sizes = {"adapter_pool_bytes": 800_000, "kv_cache_tokens": 1024, "max_model_len": 256}
+    names = ("a03", "a07")
+    engine = engine_of(
+        checkpoint, twelve, pinned_adapters=names, adapter_host_bytes=200_000, **sizes
+    )
+
+    def pinned() -> list[str]:
+        loaded = engine.stats().loaded_adapters
+        return [one.name for one in loaded if one.resident and one.pinned]
+
+    packs = {handle.name: handle.run for handle in engine.adapters.pinned}
+    assert sorted(pinned()) == [*names]
+    outputs = run_in_order(engine, *burst(engine))
+    assert {k: o.token_ids for k, o in outputs.items()} == burst_tokens
+    assert {handle.name: handle.run for handle in engine.adapters.pinned} == packs
+    stats = engine.stats()
+    assert stats.adapter_evictions > 0
+    assert stats.load_times[0] == stats.adapter_loads >= 10
+    assert len(stats.loaded_adapters) >= stats.adapters_loaded == stats.adapters_resident
+    known = engine.adapters.table.current.values()
+    mean = sum(map(engine.adapters.tiers.pages_of, known)) / 12
+    assert stats.adapters_that_fit == int((engine.pool.total - 256 / 16) / mean) >= 4
+    with pytest.raises(InvalidArgument, match=r"'pinned_adapters' need \d+ pages .* Pin fewer"):
+        engine_of(checkpoint, twelve, pinned_adapters=engine.adapters.names(), **sizes)
+
+
 def test_calibration_does_not_write_to_adapter_pages(
     checkpoint: Path,
     twelve: Path,

@@ -35,6 +35,18 @@ def test_outputs_arrive_in_order_and_end_once(loop: EngineLoop) -> None:
         assert 0 <= timings.queued <= timings.first_token <= timings.total
 
 
+def test_pinned_adapters_may_take_the_pages_of_the_last_request(
+    loop: EngineLoop, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    idle_at: list[bool] = []
+    apply = engine.adapters.apply
+    monkeypatch.setattr(engine.adapters, "apply", lambda: (idle_at.append(engine.idle), apply()))
+    sink = Collector()
+    loop.submit(request("r"), sink)
+    sink.last("r")
+    until(lambda: idle_at[-1:] == [True])
+
+
 def test_outputs_that_accumulate_while_a_sink_is_busy_are_merged(loop: EngineLoop) -> None:
     """Merging keeps the answers of a busy server from falling behind its engine (decision 55)."""
     sampling = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -61,9 +61,16 @@ def small_model() -> ModelShape:
 class Harness:
     """A store over `root` with `pages` pages. Each adapter takes one page."""
 
-    def __init__(self, model: ModelShape, root: Path, pages: int, host: int | None) -> None:
+    def __init__(
+        self,
+        model: ModelShape,
+        root: Path,
+        pages: int,
+        host: int | None,
+        pinned: Sequence[str] = (),
+    ) -> None:
         self.root = root
-        self.store = AdapterStore(model, host_bytes=host)
+        self.store = AdapterStore(model, host_bytes=host, pinned=pinned)
         self.group = self.store.slots.group([MATRIX])
         self.store.load(find_folders(root, {}))
         self.pool, self.memory = PagePool(pages), Memory(pages)

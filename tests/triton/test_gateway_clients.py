@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.support.gateway import Gateway
 from tests.support.polling import until
 from tests.support.triton_client import Asker, picture
+from vlora.cli import app
 
 pytest.importorskip("fastapi", reason="the extra `gateway` is not installed")
 
@@ -127,3 +129,19 @@ def test_the_example_of_an_openai_client(gateway: Gateway, expected: str, tmp_pa
     assert unknown.stderr.endswith("; the base model is 'base'\n")
     assert "Traceback" not in unknown.stderr
     assert run().stderr.endswith("give a question, with the images before it\n")
+
+
+def test_vlora_load_measures_a_gateway(gateway: Gateway, tmp_path: Path) -> None:
+    file = tmp_path / "load.json"
+    given = (
+        "--rate 20 --seconds 0.5 --prompt-tokens 40 --output-tokens 4 --images 1 --image-size 32"
+    )
+    command = ["load", "--openai", f"http://{gateway.address}/v1", "--json", str(file)]
+    done = CliRunner().invoke(app, [*command, *given.split(), "--adapters", "all-r8,unknown"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(file.read_text())
+    known, unknown = (found["adapters"][name] for name in ("all-r8", "unknown"))
+    assert known["answered"] == known["requests"] > 0
+    assert known["output_tokens"] == 4
+    assert unknown["errors"] == {"NOT_FOUND": unknown["requests"]}
+    assert "errors NOT_FOUND: unknown adapter 'unknown'" in done.output

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from benchmarks.perf_analyzer import fetch
 from benchmarks.perf_analyzer.sweep import write_inputs
 from clients.common import ClientError
 from tests.support.polling import until
 from tests.support.triton_client import REFRESH_SECONDS, Asker, Refused, picture
+from vlora.cli import app
 from vlora.errors import BY_CODE
 
 ADAPTERS = ("", "attention-r4", "all-r8", "feed-forward-r16", "head-r8")
@@ -144,26 +146,26 @@ def test_http_errors_are_json_with_their_code(ask: Asker) -> None:
 
 
 def test_the_metrics_of_the_vllm_backend_are_exported(ask: Asker) -> None:
-    keys = {"lora_name": "all-r8", "max_tokens": 900, "ignore_eos": True}
-    question = {"text_input": "hello", "stream": True, "sampling_parameters": keys}
-    names_seen: set[str] = set()
+    ask.stream("lmm", text_input="hello", sampling_parameters={"lora_name": "all-r8"})
+    labels = ('adapter_name="all-r8"', 'level="gpu"', 'pinned="false"', 'rank="8"')
 
-    def seen_running() -> list[str]:
-        """Run requests and read the metrics meanwhile. They are refreshed once a second."""
-        with ThreadPoolExecutor(8) as pool:
-            requests = [pool.submit(ask.stream, "lmm", **question) for _ in range(8)]
-            while not all(request.done() for request in requests):
-                names_seen.update(ask.metrics())
-                time.sleep(0.1)
-        return [name for name in names_seen if 'running_lora_adapters="all-r8"' in name]
+    def loaded() -> set[str]:
+        """Return the names of all series as soon as the idle server shows the adapter as loaded."""
+        found = {*ask.metrics()}
+        shown = [one for one in found if one.startswith("vllm:lora_adapter_loaded")]
+        return found if any(all(label in one for label in labels) for one in shown) else set()
 
-    running = until(seen_running)
-    names = {name.partition("{")[0] for name in names_seen}
+    series = until(loaded)
+    names = {name.partition("{")[0] for name in series}
     assert {
         "vllm:num_requests_waiting",
         "vllm:num_requests_running",
         "vllm:kv_cache_usage_perc",
         "vllm:lora_requests_info",
+        "vllm:num_gpu_loaded_lora_adapters",
+        "vllm:max_gpu_lora_adapters",
+        "vllm:lora_adapter_load_seconds_bucket",
+        "vllm:cache_config_info",
         "vllm:time_to_first_token_seconds_bucket",
         "vllm:time_per_output_token_seconds_bucket",
         "vllm:e2e_request_latency_seconds_bucket",
@@ -174,7 +176,10 @@ def test_the_metrics_of_the_vllm_backend_are_exported(ask: Asker) -> None:
         "vllm:generation_tokens_total",
         "nv_trt_llm_kv_cache_block_metrics",
     } <= names
-    assert 'max_lora="' in running[0]
+    (info,) = (one for one in series if one.startswith("vllm:lora_requests_info"))
+    assert 'running_lora_adapters="' in info
+    assert "all-r8" in info
+    assert 'max_lora="0"' not in info
 
 
 def test_a_request_is_counted_before_its_last_response(ask: Asker) -> None:
@@ -262,6 +267,25 @@ def test_two_hundred_concurrent_requests_are_all_answered(ask: Asker) -> None:
     with ThreadPoolExecutor(200) as pool:
         outcome = [pool.submit(ask.once, "video_analytics", **question) for _ in range(200)]
     assert [one.result()["text_output"] for one in outcome] == [alone] * 200
+
+
+def test_vlora_load_measures_what_the_server_has_done(ask: Asker, tmp_path: Path) -> None:
+    def generated() -> float:
+        return ask.metrics()[f"vllm:generation_tokens_total{SERIES}"]
+
+    before, file = generated(), tmp_path / "load.json"
+    given = "--rate 40 --seconds 0.5 --prompt-tokens 24 --output-tokens 4 --base-share 0.5"
+    command = ["load", "--grpc", ask.grpc_url, "--adapters", "all-r8", "--json", str(file)]
+    done = CliRunner().invoke(app, [*command, *given.split()])
+    assert done.exit_code == 0, done.output
+    found = json.loads(file.read_text())
+    summary, adapters = found["summary"], found["adapters"]
+    assert (summary["answered"], summary["errors"], len(found["rows"])) == (20, {}, 20)
+    assert summary["output_tokens"] == 4
+    assert summary["prompt_tokens"] == pytest.approx(24, abs=2)
+    assert {*adapters} == {"", "all-r8"}
+    assert 0 < summary["first_token_s"]["mean"] < summary["end_to_end_s"]["mean"]
+    until(lambda: generated() == before + 20 * 4 + 2)  # with the two questions that count tokens
 
 
 @pytest.fixture(scope="module")

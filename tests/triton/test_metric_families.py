@@ -22,7 +22,7 @@ class TritonPythonModel:
         self.exporter = EngineExporter(self.registry, {}, self.stats, max_tokens=10)
 
     def stats(self):
-        return EngineStats(running_adapters={f"adapter-{self.count}": 1})
+        return EngineStats(waiting_adapters={f"adapter-{self.count}": 1})
 
     def execute(self, requests):
         for _ in range(100):

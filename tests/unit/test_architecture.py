@@ -39,7 +39,7 @@ LAYERS = [
     {"adapters"},
     {"model"},
     {"engine", "vision", "offline"},
-    {"gateway", "generation", "launcher", "serving"},
+    {"gateway", "generation", "launcher", "load", "serving"},
     {"cli"},
 ]
 """Lowest first; a module may import from its own layer and those below."""

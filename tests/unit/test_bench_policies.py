@@ -22,7 +22,7 @@ from benchmarks.policies import (
     summarize,
 )
 from benchmarks.published_operators import OPERATORS
-from benchmarks.replay import Replay, Simulation, TracedRequest, Workload
+from benchmarks.replay import Replay, Simulation
 from benchmarks.simulated_chips import drawn_case, figures
 from vlora.atmm import op
 from vlora.atmm.groups import LoraGroup
@@ -31,6 +31,7 @@ from vlora.config import Options
 from vlora.engine.cost import AdapterSize, CostModel, Profile
 from vlora.engine.policies.registry import make_policy
 from vlora.engine.scheduler import Budgets
+from vlora.load.trace import TracedRequest, Workload
 
 TINY = llava.tiny(llava.Sizes(layers=2, kv_heads=16, context=512))
 

@@ -86,6 +86,8 @@ def test_a_setting_is_json_or_text_and_names_its_key_if_it_is_wrong(tmp_path: Pa
         ("max_num_seq=8", "--set: unknown key 'max_num_seq'; did you mean 'max_num_seqs'"),
         ('max_num_seqs=8, "block_size": 2', "'max_num_seqs' must be a positive whole number"),
         ("theta_min=NaN", "'theta_min' must be a positive number"),
+        ("pinned_adapters=a", "'pinned_adapters' must be a list of names, not \"a\""),
+        ('pinned_adapters=["a", 1]', "'pinned_adapters' must be a list of names, not [\"a\", 1]"),
     ):
         with pytest.raises(InvalidArgument, match=re.escape(message)):
             read_settings([wrong])
@@ -196,6 +198,7 @@ def test_limits_are_read_and_checked() -> None:
 def test_values_of_several_types_are_read() -> None:
     keys = {"dtype": "bfloat16", "engine_threads": 3, "encoder_threads": "auto", "block_size": 8}
     assert {key: getattr(parse(**keys), key) for key in keys} == keys
+    assert parse(pinned_adapters=["a", "b"]).pinned_adapters == ("a", "b")
 
 
 def test_engine_and_encoder_share_a_gpus_memory() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.fakes import FakeRegistry
 from vlora.errors import BY_CODE, AdapterBroken, Cancelled, Internal, NotFound
-from vlora.metrics import EncoderCounters, EngineStats
+from vlora.metrics import EncoderCounters, EngineStats, LoadedAdapter
 from vlora.request import Output, Timings
 from vlora.serving.metrics import (
     MAX_LINES,
@@ -91,8 +91,12 @@ def test_the_lora_metric_names_the_present_adapters_and_is_bounded(length: int) 
     exporter = EngineExporter(registry, {}, lambda: stats, 1000, clock=lambda: now)
     for index in range(3 * MAX_LORA_SERIES):
         now = float(index)
-        names = {f"a{index}": 1, "b" * length: 1, "": 4}
-        stats = EngineStats(running_adapters=names, waiting_adapters={"w": 1}, adapters_known=index)
+        loaded = [LoadedAdapter(name, True, False, 8) for name in (f"a{index}", "b" * length)]
+        loaded.append(LoadedAdapter("in memory only", False, False, 8))
+        waiting = {"w": 1, "": 4}
+        stats = EngineStats(
+            loaded_adapters=loaded, waiting_adapters=waiting, adapters_that_fit=index
+        )
         exporter.flush()
         series = {
             labels: metric.value
@@ -112,6 +116,45 @@ def series_of(registry: FakeRegistry, metric: str, *labels: str) -> dict[tuple[s
     """Return the values of a metric by those of these labels."""
     found = ((dict(key[1]), value) for key, value in registry.metrics.items() if key[0] == metric)
     return {tuple(given[label] for label in labels): one.value for given, one in found}
+
+
+def test_each_loaded_adapter_has_a_series_while_it_is_loaded_and_others_are_counted() -> None:
+    registry = FakeRegistry()
+    loaded = [LoadedAdapter("a", True, True, 16), LoadedAdapter("b", False, False, 4)]
+    stats = EngineStats(loaded_adapters=loaded, page_tokens=16, pages_total=100)
+    exporter = EngineExporter(registry, {"model": "lmm"}, lambda: stats, 1000)
+
+    def series() -> dict[tuple[str, ...], float]:
+        labels = ("adapter_name", "level", "pinned", "rank")
+        return series_of(registry, "vllm:lora_adapter_loaded", *labels)
+
+    exporter.flush()
+    assert series() == {("a", "gpu", "true", "16"): 1, ("b", "cpu", "false", "4"): 1}
+    assert registry["vllm:num_gpu_loaded_lora_adapters"].value == 1
+    pool = series_of(registry, "vllm:cache_config_info", "block_size", "num_gpu_blocks")
+    assert pool == {("16", "100"): 1}
+    many = [LoadedAdapter(f"c{index}", True, False, 8) for index in range(MAX_LORA_SERIES + 5)]
+    stats = EngineStats(loaded_adapters=many)
+    exporter.flush()
+    assert len(series()) == MAX_LORA_SERIES + 1
+    assert series()["other", "gpu", "false", "0"] == 5
+    (running,) = {
+        dict(labels)["running_lora_adapters"].split(",")[-1]
+        for (name, labels), _ in registry.metrics.items()
+        if name == "vllm:lora_requests_info" and "c0" in dict(labels)["running_lora_adapters"]
+    }
+    assert running == "other"
+
+
+def test_the_time_of_each_load_is_observed_once() -> None:
+    registry = FakeRegistry()
+    stats = EngineStats(load_times=(2, (0.5, 0.25)))
+    exporter = EngineExporter(registry, {}, lambda: stats, 1000)
+    exporter.flush()
+    exporter.flush()
+    stats = EngineStats(load_times=(3, (0.5, 0.25, 0.125)))
+    exporter.flush()
+    assert registry["vllm:lora_adapter_load_seconds"].observed == [0.5, 0.25, 0.125]
 
 
 def test_a_broken_adapter_is_exported_with_its_reason_until_it_is_mended() -> None:

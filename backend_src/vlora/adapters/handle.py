@@ -72,6 +72,7 @@ class AdapterHandle:
     retired: True once the adapter's name refers to another version.
     backoff: delay before the next attempt after failures that the adapter's files did not cause.
     packed_bytes: size of the packed copy in bytes; 0 until computed.
+    stays_loaded: whether the present version of the adapter stays in the pool without requests.
     """
 
     name: str
@@ -86,6 +87,7 @@ class AdapterHandle:
     retired: bool = False
     backoff: Backoff = field(default_factory=Backoff, repr=False)
     packed_bytes: int = 0
+    stays_loaded: bool = False
     _last_used: int = field(default=0, repr=False)
     _pins: int = field(default=0, repr=False)
     _holders: int = field(default=0, repr=False)

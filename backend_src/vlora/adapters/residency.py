@@ -24,7 +24,7 @@ from vlora.device.device import HOST, Device
 from vlora.errors import InvalidArgument
 from vlora.ids import BASE, MatrixId
 from vlora.memory.pool import PageMemory, PagePool, Run, UseOrder
-from vlora.metrics import TierCounters
+from vlora.metrics import MAX_LOAD_TIMES, TierCounters
 
 # Runs a job, and then passes its result to a function on the engine's thread.
 SubmitJob = Callable[[Callable[[], None], Callable[[None], None]], None]
@@ -46,6 +46,11 @@ class HostTier:
     def free_bytes(self) -> float:
         """Bytes that are free without eviction; negative if the budget is exceeded."""
         return self._budget - self.used_bytes
+
+    @property
+    def handles(self) -> list[AdapterHandle]:
+        """Adapters with a copy, in no order; safe from any thread."""
+        return self._order.items
 
     @property
     def available_bytes(self) -> float:
@@ -267,6 +272,7 @@ class Residents:
 
     def _unused(self, handle: AdapterHandle) -> bool:
         in_use = handle.pinned or handle.slot == self.protected_slot
+        in_use = in_use or (handle.stays_loaded and not handle.retired)
         return not in_use and handle not in self.needed
 
     def evictable_pages(self, enough: int) -> int:
@@ -341,6 +347,12 @@ class AdapterTiers:
         """Add to counts. The keyword of each increment is a field of `TierCounters`."""
         counts: dict[str, Any] = {n: getattr(self.counters, n) + i for n, i in increments.items()}
         self.counters = replace(self.counters, **counts)
+
+    def count_load(self, seconds: float) -> None:
+        """Count an adapter whose weights were read in so many seconds."""
+        recent = (*self.counters.load_seconds, seconds)[-MAX_LOAD_TIMES:]
+        loads = self.counters.loads + 1
+        self.counters = replace(self.counters, loads=loads, load_seconds=recent)
 
     def count_request(self, handle: AdapterHandle) -> None:
         """Count a queued request by the tier that its adapter is in."""

@@ -7,12 +7,14 @@ of handles on the engine's thread, which owns all state (decision 74).
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -35,12 +37,13 @@ from vlora.adapters.errors import (
     is_transient,
 )
 from vlora.adapters.files import MAX_ADAPTER_BYTES, Adapter, AdapterInfo, read_adapter
-from vlora.adapters.handle import AdapterHandle, AdapterState
+from vlora.adapters.handle import COPIED, AdapterHandle, AdapterState
 from vlora.adapters.model_shape import ModelShape
 from vlora.adapters.residency import AdapterTiers
 from vlora.device.device import HOST, Device
 from vlora.ids import BASE
 from vlora.memory.pool import PageMemory, PagePool
+from vlora.metrics import LoadedAdapter
 
 log = logging.getLogger(__name__)
 
@@ -132,13 +135,15 @@ class Workers:
 class AdapterStore:
     """Adapters by name, and the tier that holds the weights of each.
 
-    `names`, `table`, `handle`, `info`, `route` and `resident` may be called from any thread.
-    Everything else belongs to the engine's thread.
+    `names`, `table`, `handle`, `info`, `route`, `pinned`, `resident` and `loaded` may be called
+    from any thread. Everything else belongs to the engine's thread.
 
     max_bytes: maximum size of one adapter's weights in fp32.
     dtype: dtype of the packed copies.
     host_bytes: maximum size of the host copies that may be evicted; None for no limit.
     device: device whose steps use the adapters.
+    pinned: names of adapters that are loaded without requests, and never evicted.
+    max_pinned_pages: maximum number of pages of these adapters together.
     """
 
     def __init__(
@@ -148,7 +153,11 @@ class AdapterStore:
         dtype: torch.dtype = torch.float32,
         host_bytes: int | None = None,
         device: Device = HOST,
+        pinned: Sequence[str] = (),
     ) -> None:
+        self._pinned = dict.fromkeys(pinned)
+        self.max_pinned_pages: float = math.inf
+        self._attached = False
         self._names = AdapterNames()
         self.tiers = AdapterTiers(model, dtype, host_bytes, device)
         self.slots = self.tiers.slots
@@ -156,6 +165,8 @@ class AdapterStore:
         self.folders = FolderReader(model, max_bytes, self._allowed_bytes, self._post_folder)
         self._packs_inline = device.in_host_memory
         self._inline_bytes_left = 0
+        # The last result of `loaded`, and the state of the tiers at that time.
+        self._loaded: tuple[tuple[Any, ...], Sequence[LoadedAdapter]] = ((), ())
         # Size of all weights that the engine's thread has received from `folders` so far.
         self._taken_bytes = 0
 
@@ -168,10 +179,14 @@ class AdapterStore:
         self.apply()
 
     def attach(self, pool: PagePool, memory: PageMemory, pages: int) -> None:
-        """Store packed copies in the pool's pages from now on, and pack adapters in memory into at
-        most `pages` pages. All groups must have been created.
+        """Store packed copies in the pool's pages from now on. Load the pinned adapters, and pack
+        them and others that are in memory into at most `pages` pages. All groups must have been
+        created.
         """
         self.tiers.attach(pool, memory)
+        self._attached = True
+        self.finish()
+        pages -= pool.adapter
         for handle in self.table.current.values():
             if handle.state is AdapterState.IN_MEMORY:
                 needed = self.tiers.pages_of(handle)
@@ -214,8 +229,28 @@ class AdapterStore:
         return handle.slot
 
     @property
+    def pinned(self) -> list[AdapterHandle]:
+        """Present versions of the pinned adapters that can be loaded and are not too large."""
+        current = self.table.current
+        found = (current.get(name) for name in self._pinned)
+        return [handle for handle in found if handle is not None and handle.stays_loaded]
+
+    @property
     def resident(self) -> Mapping[int, AdapterHandle]:
         return self.tiers.residents.by_slot
+
+    def loaded(self) -> Sequence[LoadedAdapter]:
+        """Return the adapters whose present version is in the pool, or only in host memory.
+
+        Those that are least likely to be evicted come first.
+        """
+        done = self.tiers.counters
+        now = (done.loads, done.packs, done.evictions, done.host_evictions, self.table)
+        if now != self._loaded[0]:  # With thousands of adapters, a list takes milliseconds.
+            present = (h for h in self.tiers.host.handles if not h.retired and h.state in COPIED)
+            kept = sorted(present, key=lambda h: (not h.resident, not h.stays_loaded, -h.last_used))
+            self._loaded = now, [_as_loaded(handle) for handle in kept]
+        return self._loaded[1]
 
     # -- results of other threads ----------------------------------------------------------------
 
@@ -224,11 +259,15 @@ class AdapterStore:
         self.workers.apply()
         self.tiers.drop_obsolete()
         self._names.publish()
+        if self._attached and self._pinned:
+            self._load_pinned()
 
     def finish(self) -> None:
         """Wait until all requested adapters are loaded and packed, and apply all results."""
-        self.workers.finish()
         self.apply()
+        while self.loading:
+            self.workers.finish()
+            self.apply()
 
     @property
     def loading(self) -> bool:
@@ -249,6 +288,7 @@ class AdapterStore:
     def _apply_folder(self, result: FolderResult) -> None:
         match result:
             case FolderRead(handle, adapter):
+                handle.stays_loaded = self._may_stay(handle)
                 self.tiers.retire(self._names.set(handle.name, handle))
                 if not handle.description.ranks.keys() <= self.slots.matrices:
                     self.slots.matrices |= handle.description.ranks.keys()
@@ -265,7 +305,30 @@ class AdapterStore:
             case FolderRemoved(name):
                 self.tiers.retire(self._names.set(name, None))
 
+    def _may_stay(self, handle: AdapterHandle) -> bool:
+        """Return whether a new version is pinned, and is small enough to stay in the pool."""
+        if handle.name not in self._pinned or not self._attached:
+            return handle.name in self._pinned
+        others = sum(self.tiers.pages_of(h) for h in self.pinned if h.name != handle.name)
+        fits = others + self.tiers.pages_of(handle) <= self.max_pinned_pages
+        if not fits:
+            log.warning(
+                "adapter '%s' is too large to stay pinned: all pinned ones may have %d pages;"
+                " requests load it",
+                as_text(handle.name),
+                self.max_pinned_pages,
+            )
+        return fits
+
     # -- loading and packing ---------------------------------------------------------------------
+
+    def _load_pinned(self) -> None:
+        now = self.folders.clock()
+        for handle in self.pinned:
+            if handle.may_begin(now) and handle.state is AdapterState.ON_DISK:
+                self._load(handle)
+            elif handle.may_begin(now) and handle.state is AdapterState.IN_MEMORY:
+                self._pack(handle, between_steps=False)
 
     def advance(self, wanted: Sequence[AdapterHandle], running: int = 0) -> AdapterHandle | None:
         """Apply all results. Then begin to load and pack the adapters that waiting requests need,
@@ -311,12 +374,12 @@ class AdapterStore:
         self.workers.submit(
             self.workers.loader,
             partial(_read_weights, handle),
-            partial(self._keep, handle),
+            partial(self._keep, handle, time.monotonic()),
             partial(self._fail, handle),
         )
 
-    def _keep(self, handle: AdapterHandle, adapter: Adapter) -> None:
-        self.tiers.count(loads=1)
+    def _keep(self, handle: AdapterHandle, started: float, adapter: Adapter) -> None:
+        seconds = time.monotonic() - started
         if handle.obsolete:
             handle.enter(AdapterState.ON_DISK)
         elif handle.info.digest not in ("", adapter.info.digest):
@@ -324,6 +387,7 @@ class AdapterStore:
             self._fail(handle, invalid("holds other weights than when it was first read"))
         else:
             self.tiers.keep(handle, adapter)
+        self.tiers.count_load(seconds)  # Counts change after states, by which `loaded` sees both.
 
     def _reserve_and_pack(self, handle: AdapterHandle, running: int) -> AdapterHandle | None:
         size = self.tiers.packed_bytes(handle)
@@ -369,6 +433,11 @@ class AdapterStore:
     def check_integrity(self) -> None:
         """Raise AssertionError if the tiers are inconsistent. The workers must be idle."""
         self.tiers.check_integrity()
+
+
+def _as_loaded(handle: AdapterHandle) -> LoadedAdapter:
+    rank = max(handle.info.ranks, default=0)
+    return LoadedAdapter(handle.name, handle.resident, handle.stays_loaded, rank)
 
 
 def _read_weights(handle: AdapterHandle) -> Adapter:

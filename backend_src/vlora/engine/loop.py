@@ -239,10 +239,11 @@ class EngineLoop:
             self._inbox.clear()
         for item in work:
             self._outbox.put(item())
-        if self._engine.idle:
-            self._engine.adapters.apply()
-        else:
+        if not self._engine.idle:
             self._outbox.put(self._engine.step())
+        if self._engine.idle:
+            # Pinned adapters may have waited for the pages of the last request.
+            self._engine.adapters.apply()
 
     def _has_work(self) -> bool:
         busy = self._stopping or not self._engine.idle

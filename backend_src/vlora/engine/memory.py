@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
+from vlora.adapters.catalog import NameTable
 from vlora.adapters.handle import AdapterHandle
 from vlora.adapters.store import AdapterStore
 from vlora.config import AUTO, Options
@@ -56,6 +57,10 @@ class EngineMemory:
         self._stuck: Sequence | None = None  # Oldest waiting request whose adapter got no pages.
         self._stuck_since = 0.0
         self.block_size = options.block_size
+        self._context_pages = -(-max_model_len // options.block_size)
+        # `adapters_that_fit`, and the table of adapters for which it was computed.
+        # The last `adapters_that_fit`, and the table of adapters for which it was computed.
+        self._fitting: tuple[NameTable | None, int] = (None, 0)
         # Time of arrival; requests that arrived later may not begin.
         self.arrival_cutoff = math.inf
         for matrices in lora_groups(config.layers):
@@ -76,8 +81,39 @@ class EngineMemory:
         return Run.length(self._adapters.tiers.packed_bytes(handle), self._page_bytes)
 
     def attach(self) -> None:
-        """Pack as many adapters as fit into the pages for adapters."""
+        """Load the pinned adapters, and pack as many others as fit into the pages for adapters.
+
+        Raises InvalidArgument if the pinned ones leave too few pages for a request.
+        """
+        others = (h for h in self._adapters.table.current.values() if not h.stays_loaded)
+        largest = max(map(self._run_length, others), default=0)
+        limit = max(0, self.pool.total - self._context_pages - largest)
+        if self._pinned_pages > limit:
+            raise InvalidArgument(
+                f"'pinned_adapters' need {self._pinned_pages} pages of {self._page_bytes} bytes;"
+                f" beside a context and another adapter, the pool has {limit} of {self.pool.total}."
+                " Pin fewer, or raise 'adapter_pool_bytes'"
+            )
+        self._adapters.max_pinned_pages = limit
         self._adapters.attach(self.pool, self.kv_cache, self._adapter_pages)
+
+    @property
+    def _pinned_pages(self) -> int:
+        return sum(map(self._run_length, self._adapters.pinned))
+
+    @property
+    def adapters_that_fit(self) -> int:
+        """Number of adapters, of the mean size of all known ones, that fit into the pool beside one
+        request of the maximum length. Any thread may read it.
+        """
+        table, number = self._fitting
+        if table is not self._adapters.table:
+            table = self._adapters.table
+            lengths = [self._run_length(handle) for handle in table.current.values()]
+            pages = (self.pool.total - self._context_pages) * len(lengths)
+            number = max(0, pages // sum(lengths)) if lengths else 0
+            self._fitting = table, number
+        return number
 
     def table(self) -> BlockTable:
         return BlockTable(self.pool, self.block_size, self.prefix)
@@ -87,7 +123,9 @@ class EngineMemory:
 
         Raises InvalidArgument if the adapter leaves no page for keys and values.
         """
-        pages = 0 if handle is None else self._run_length(handle)
+        pages = self._pinned_pages
+        if handle is not None and not handle.stays_loaded:
+            pages += self._run_length(handle)
         if pages >= self.pool.total:
             name = "" if handle is None else handle.name
             raise InvalidArgument(

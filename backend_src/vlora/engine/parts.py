@@ -12,6 +12,7 @@ import torch
 
 from vlora import backends
 from vlora.adapters.catalog import FolderFinder, FolderWatch, find_folders
+from vlora.adapters.errors import as_text
 from vlora.adapters.store import AdapterStore
 from vlora.atmm.cuda import operator
 from vlora.config import AUTO, Options
@@ -71,7 +72,9 @@ def load_parts(options: Options, adapter_names: Mapping[str, str]) -> EnginePart
     device, weights = _load_weights(options, adapter_names, config, dtype)
     shape = adapter_shape(options.model, config, weights)
     limit = options.limits.max_adapter_bytes
-    adapters = AdapterStore(shape, limit, dtype, options.adapter_host_bytes, device)
+    adapters = AdapterStore(
+        shape, limit, dtype, options.adapter_host_bytes, device, options.pinned_adapters
+    )
     watch = _load_adapters(options, adapter_names, adapters)
     pool_tokens = options.kv_cache_tokens // options.block_size * options.block_size
     max_model_len = served_context(options, config.context, pool_tokens)
@@ -148,6 +151,9 @@ def _load_adapters(
     options: Options, names: Mapping[str, str], adapters: AdapterStore
 ) -> FolderWatch:
     adapters.load(find_folders(options.adapters, names))
+    if missing := sorted(set(options.pinned_adapters) - set(adapters.names())):
+        listed = ", ".join(map(as_text, missing))
+        log.warning("'pinned_adapters' has names without an adapter yet: %s", listed)
     finder = FolderFinder(options.adapters, names)
     return FolderWatch(finder, adapters.folders.update, retry=adapters.folders.retry)
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import struct
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +18,7 @@ import grpc.aio
 
 from vlora.errors import from_message
 from vlora.gateway.errors import ApiError, from_grpc, from_server
-from vlora.net import Tls, grpc_options, load_grpc_stubs
+from vlora.net import Tls, grpc_options, load_grpc_stubs, outputs_of, string_parts
 
 log = logging.getLogger(__name__)
 service_pb2, _ = load_grpc_stubs()
@@ -189,7 +188,7 @@ class Backend:
                 response = message.infer_response
                 ended = response.parameters["triton_final_response"].bool_param
                 if response.outputs:
-                    piece = _piece(_outputs(response))
+                    piece = _piece(outputs_of(response))
                     finished = piece.finish_reason is not None
                     yield piece
             if not finished:
@@ -255,7 +254,7 @@ class Backend:
                 raise ApiError("UNAVAILABLE", "the V-LoRA server sent no answer")
             if message.error_message:
                 raise from_server(from_message(message.error_message), ())
-            return _outputs(message.infer_response)
+            return outputs_of(message.infer_response)
         except grpc.aio.AioRpcError as error:
             raise from_grpc(error) from None
         finally:
@@ -273,7 +272,7 @@ def _request(question: Question) -> bytes:
     for name, text in strings.items():
         if text is not None:
             request.inputs.add(name=name, datatype="BYTES", shape=[1])
-            request.raw_input_contents.append(b"".join(_packed([text.encode()])))
+            request.raw_input_contents.append(b"".join(string_parts([text.encode()])))
     flags = {
         "stream": question.stream,
         "exclude_input_in_output": True,
@@ -294,13 +293,8 @@ def _request(question: Question) -> bytes:
     for name, files in (("image", question.images), ("frames", question.frames)):
         if files:
             request.inputs.add(name=name, datatype="BYTES", shape=[len(files)])
-            contents += _content(_packed(files))
+            contents += _content(string_parts(files))
     return b"".join([request.SerializeToString(), *contents])
-
-
-def _packed(values: Iterable[bytes]) -> list[bytes]:
-    """Return the parts of a BYTES tensor in Triton's encoding: each value's length, then itself."""
-    return [part for value in values for part in (struct.pack("<I", len(value)), value)]
 
 
 def _content(parts: Sequence[bytes]) -> list[bytes]:
@@ -329,23 +323,6 @@ def _piece(outputs: Mapping[str, Any]) -> Piece:
         json.loads(outputs["details"][0]) if outputs.get("details") else {},
         dict(zip(labels, scores, strict=True)),
     )
-
-
-def _outputs(response: Any) -> dict[str, Any]:
-    raws = zip(response.outputs, response.raw_output_contents, strict=True)
-    return {output.name: _values(output.datatype, raw) for output, raw in raws}
-
-
-def _values(datatype: str, raw: bytes) -> list[Any]:
-    if datatype == "BYTES":
-        texts, start = [], 0
-        while start < len(raw):
-            end = start + 4 + int.from_bytes(raw[start : start + 4], "little")
-            texts.append(raw[start + 4 : end].decode())
-            start = end
-        return texts
-    kind = {"UINT32": "I", "FP32": "f"}[datatype]
-    return list(struct.unpack(f"<{len(raw) // 4}{kind}", raw))
 
 
 async def wait_for_first_answer(

@@ -388,6 +388,11 @@ class UseOrder(Generic[Item]):
         self._entry_of: dict[Item, tuple[int, int, Item]] = {}
         self._serial = counter()
 
+    @property
+    def items(self) -> list[Item]:
+        """Copy of the items in no order; safe from any thread."""
+        return list(self._entry_of)
+
     def add(self, item: Item) -> None:
         self._entry_of[item] = entry = (item.last_used, next(self._serial), item)
         insort(self._entries, entry)

@@ -16,13 +16,20 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import ClassVar, NamedTuple, Protocol
 
 from vlora.engine.plan import Mode
 from vlora.errors import BY_CODE, Cancelled, VLoraError
-from vlora.metrics import EncoderCounters, EngineStats, Export, exported_stats, exports_of
+from vlora.metrics import (
+    EncoderCounters,
+    EngineStats,
+    Export,
+    LoadedAdapter,
+    exported_stats,
+    exports_of,
+)
 from vlora.request import Output
 
 log = logging.getLogger(__name__)
@@ -33,6 +40,7 @@ CATCH_UP_SECONDS = 0.1  # Age of the written statistics above which `catch_up` w
 # Series of a metric whose labels name adapters, and characters in the labels of these series.
 MAX_LORA_SERIES = 128
 MAX_LORA_TEXT = 256 * 1024
+OTHER = "other"  # Adapters beyond MAX_LORA_SERIES in a label.
 MAX_REASON = 500  # Characters of an error in a label or in a line of the log.
 MAX_LINES = 10  # Errors of one model that are logged in a second.
 MAX_OBSERVED = 65536  # Observations that wait to be written; beyond it, the oldest are dropped.
@@ -266,6 +274,7 @@ class EngineExporter(Exporter):
         self._written = -math.inf
         self._stats_written = False
         self._lora = _LoraInfo(registry)
+        self._loaded = _LoadedAdapters(registry, labels)
         self._broken = _BrokenAdapters(registry, labels)
         self._adapters = _ByAdapter(registry, labels)
         self._levels = Levels(registry, labels, exported_stats())
@@ -330,6 +339,7 @@ class EngineExporter(Exporter):
         for mode, levels in self._modes.items():
             levels.write(ModeStats.of(stats, mode))
         self._lora.update(stats, self._clock())
+        self._loaded.update(stats)
         self._broken.update(stats.broken_adapters)
         self._written = time.monotonic()
         self._write_observed()
@@ -348,14 +358,17 @@ class EngineExporter(Exporter):
 
 
 class _LoraInfo:
-    """The metric `vllm:lora_requests_info`, whose labels name the adapters of the present requests.
+    """The metric `vllm:lora_requests_info`, whose labels name the loaded adapters as `running`, and
+    those of waiting requests. Load balancers read it so, and vLLM's new metrics follow.
 
     Readers use the series with the latest time. The server removes a series only with its family,
     so the family is replaced when it has too many series or too much text.
     """
 
     NAME = "vllm:lora_requests_info"
-    HELP = "Adapters of running and waiting requests; the value is the time of the last update."
+    HELP = (
+        "Loaded adapters and those of waiting requests; the value is the time of the last update."
+    )
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
@@ -364,9 +377,9 @@ class _LoraInfo:
 
     def update(self, stats: EngineStats, now: float) -> None:
         labels = {
-            "max_lora": str(stats.adapters_known),
-            "running_lora_adapters": _named(stats.running_adapters),
-            "waiting_lora_adapters": _named(stats.waiting_adapters),
+            "max_lora": str(stats.adapters_that_fit),
+            "running_lora_adapters": _named(a.name for a in stats.loaded_adapters if a.resident),
+            "waiting_lora_adapters": _named(n for n, c in stats.waiting_adapters.items() if c),
         }
         key = tuple(labels.values())
         if key not in self._series:
@@ -399,6 +412,59 @@ class _BrokenAdapters:
         for name in sorted(broken)[:MAX_LORA_SERIES]:
             labels = {**self._labels, "adapter": name, "reason": str(broken[name])[:MAX_REASON]}
             self._registry.gauge(self.NAME, self.HELP, labels).set(1)
+
+
+class _LoadedAdapters:
+    """The metrics of vLLM by which a load balancer finds a server that has an adapter in memory.
+
+    A series of `vllm:lora_adapter_loaded` is present while its adapter is loaded. The level `gpu`
+    is the pool, from which steps read, also if they run on the CPU.
+    """
+
+    NAME = "vllm:lora_adapter_loaded"
+    HELP = f"1 for each adapter in memory; beyond {MAX_LORA_SERIES}, their number as '{OTHER}'."
+    CACHE = Export("gauge", "vllm:cache_config_info", "Size of the page pool.")
+
+    def __init__(self, registry: Registry, labels: Mapping[str, str]) -> None:
+        self._registry = registry
+        self._labels = labels
+        self._present: Counter[LoadedAdapter] = Counter()
+        self._pool: tuple[int, int] | None = None
+        self._seen_loads = 0
+        name, text = "vllm:lora_adapter_load_seconds", "Seconds of reading an adapter from disk."
+        self._seconds = registry.histogram(name, text, labels, SECONDS)
+
+    def update(self, stats: EngineStats) -> None:
+        loads, seconds = stats.load_times
+        if new := loads - self._seen_loads:
+            for value in seconds[-new:]:
+                self._seconds.observe(value)
+        self._seen_loads = loads
+        pool = (stats.page_tokens, stats.pages_total)
+        if pool != self._pool:  # It never changes once the engine has one.
+            self._pool = pool
+            sizes = {"block_size": str(pool[0]), "num_gpu_blocks": str(pool[1])}
+            self._registry.gauge(*self.CACHE[1:], {**self._labels, **sizes}).set(1)
+        counts = Counter(
+            adapter if place < MAX_LORA_SERIES else LoadedAdapter(OTHER, adapter.resident, False, 0)
+            for place, adapter in enumerate(stats.loaded_adapters)
+        )
+        if counts != self._present:
+            self._present = counts
+            self._write(counts)
+
+    def _write(self, counts: Mapping[LoadedAdapter, int]) -> None:
+        # The server removes a series only with its family.
+        self._registry.drop(self.NAME)
+        for adapter, count in counts.items():
+            labels = {
+                **self._labels,
+                "adapter_name": adapter.name,
+                "level": "gpu" if adapter.resident else "cpu",
+                "pinned": str(adapter.pinned).lower(),
+                "rank": str(adapter.rank),
+            }
+            self._registry.gauge(self.NAME, self.HELP, labels).set(count)
 
 
 class _ByAdapter:
@@ -441,9 +507,10 @@ class _ByAdapter:
             self._levels[name].write(SimpleNamespace(**totals))
 
 
-def _named(adapters: Mapping[str, int]) -> str:
-    """Return the adapters that have requests, separated by commas, without the base model."""
-    return ",".join(sorted(name for name, count in adapters.items() if name and count))
+def _named(adapters: Iterable[str]) -> str:
+    """Return the first names, separated by commas, without the base model; OTHER for the rest."""
+    names = [name for name in adapters if name]
+    return ",".join(sorted(names[:MAX_LORA_SERIES]) + [OTHER] * (len(names) > MAX_LORA_SERIES))
 
 
 class EncoderExporter(Exporter):

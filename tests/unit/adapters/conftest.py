@@ -22,8 +22,8 @@ def root(tmp_path: Path) -> Path:
 def make_harness(root: Path) -> Iterator[Any]:
     harnesses: list[Harness] = []
 
-    def make(pages: int, host: int | None = None) -> Harness:
-        harnesses.append(Harness(small_model(), root, pages, host))
+    def make(pages: int, host: int | None = None, pinned: tuple[str, ...] = ()) -> Harness:
+        harnesses.append(Harness(small_model(), root, pages, host, pinned))
         return harnesses[-1]
 
     yield make

@@ -49,6 +49,56 @@ def test_pinned_adapters_stay_and_the_least_recently_used_is_evicted(make_harnes
     assert harness.resident() == {"a0", "a3"}
 
 
+@pytest.mark.parametrize("host", [None, ADAPTER_BYTES])
+def test_adapters_pinned_by_name_are_loaded_at_the_start_and_stay_under_pressure(
+    make_harness: Any, host: int | None
+) -> None:
+    harness = make_harness(3, host, pinned=("a1", "a4", "unknown"))
+    assert harness.resident() == {"a1", "a4"}
+    for index in (0, 2, 3, 5):
+        assert harness.request(index) is None
+        assert harness.resident() == {"a1", "a4", f"a{index}"}
+    loaded = [(one.name, one.pinned) for one in harness.store.loaded() if one.resident]
+    assert loaded[2] == ("a5", False)
+    assert {*loaded[:2]} == {("a1", True), ("a4", True)}
+
+
+def test_a_new_version_of_a_pinned_adapter_is_loaded_as_soon_as_there_are_pages(
+    make_harness: Any,
+) -> None:
+    harness = make_harness(2, pinned=("a1",))
+    old = harness.handle(1)
+    old.pin()  # A request runs with the old version, and others have all pages.
+    old.hold()
+    (page,) = harness.pool.allocate(1)
+    write_adapter(harness.root / "a1", seed=9)
+    harness.reread()
+    harness.store.finish()
+    assert not harness.handle(1).resident
+    harness.pool.release([page])
+    harness.store.finish()
+    assert harness.handle(1).resident
+    old.unpin()
+    old.release()
+    harness.request(0)
+    assert {*harness.store.resident.values()} == {harness.handle(0), harness.handle(1)}
+
+
+def test_a_pinned_adapter_that_has_become_too_large_is_loaded_for_requests_only(
+    make_harness: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    harness = make_harness(2, pinned=("a1",))
+    harness.store.max_pinned_pages = 0
+    write_adapter(harness.root / "a1", seed=9)
+    harness.reread()
+    harness.store.finish()
+    assert "adapter 'a1' is too large to stay pinned" in caplog.text
+    assert not harness.handle(1).resident
+    harness.request(1)
+    harness.request(2, 3)
+    assert harness.resident() == {"a2", "a3"}
+
+
 def test_the_merged_adapter_is_not_evicted(make_harness: Any) -> None:
     harness = make_harness(1)
     harness.request(0)

@@ -181,7 +181,7 @@ export class Live {
       ["Requests waiting", state.waiting],
       ["Requests running", state.running],
       ["Superseded, all clients", state.superseded - this.firstSuperseded],
-      ["Adapters in use", state.adapters || "none"],
+      ["Adapters loaded", state.adapters || "none"],
     ]);
     showBars(byId("live-modes"), steps.map(([mode, count]) => [mode, all ? count / all : 0]));
   }

@@ -20,7 +20,7 @@ export function readMetrics(page) {
 /** Return the values of the server that the live mode shows; null if the page has none of them.
  *
  * modes: steps so far, by adapter mode. mode: that of the last step. waiting: requests before the
- * engine or in its queue. running, superseded: numbers of requests. adapters: names of those in use.
+ * engine or in its queue. running, superseded: numbers of requests. adapters: names of the loaded ones.
  */
 export function serverState(page) {
   const samples = readMetrics(page);

@@ -1,0 +1,1 @@
+"""A load generator: seeded traces of requests, their contents, and what a server made of them."""

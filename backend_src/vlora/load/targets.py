@@ -1,0 +1,292 @@
+"""Servers that a load is sent to: Triton models of the vLLM backend's contract, and OpenAI APIs."""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+from urllib.parse import quote, urlsplit
+
+import grpc
+import grpc.aio
+
+from vlora.errors import ServerError, from_message, in_one_line, is_coded
+from vlora.load.contents import Content
+from vlora.net import (
+    GRPC_ADDRESS,
+    MAX_PORT,
+    grpc_options,
+    load_grpc_stubs,
+    outputs_of,
+    port_hint,
+    string_parts,
+)
+
+service_pb2, service_pb2_grpc = load_grpc_stubs()
+STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
+SETUP_SECONDS = 10.0
+MAX_MESSAGE = 500  # Characters of a server's error that are kept.
+# Header by which a load balancer sends the requests of an adapter to the same server.
+ADAPTER_HEADER = "x-lora-adapter"
+
+# Inputs that ask for outputs, or for answers as they should be measured. Each is sent to a model
+# that has it.
+FLAGS = {
+    "stream": True,
+    "exclude_input_in_output": True,
+    "return_finish_reason": True,
+    "return_num_input_tokens": True,
+    "return_num_output_tokens": True,
+}
+OUTPUTS = ("text_output", "result", "num_input_tokens", "num_output_tokens")
+
+
+class RequestFailed(Exception):
+    """Raised if a request has no answer. code: the server's word for it, or ours."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message[:MAX_MESSAGE])
+        self.code = code
+
+
+@dataclass
+class Answer:
+    """What has arrived of an answer. first: `time.perf_counter()` at its first token."""
+
+    first: float | None = None
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+    def arrive(self) -> None:
+        self.first = self.first or time.perf_counter()
+
+
+@dataclass(frozen=True)
+class Question:
+    """One request. adapter: name of the adapter; None for the base model."""
+
+    content: Content
+    adapter: str | None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    task: str | None = None
+
+
+class Target(Protocol):
+    """A server, in the event loop in which it is opened."""
+
+    async def open(self) -> None:
+        """Connect. Raises ServerError if the server cannot be used for a load."""
+
+    async def ask(self, question: Question, answer: Answer) -> None:
+        """Send a question and note in `answer` what arrives. Raises RequestFailed."""
+
+    async def close(self) -> None: ...
+
+
+def _header(adapter: str | None) -> list[tuple[str, str]]:
+    return [] if adapter is None else [(ADAPTER_HEADER, quote(adapter))]
+
+
+class TritonTarget:
+    """A model of a Triton server that has the vLLM backend's inputs, at HOST:PORT of its gRPC."""
+
+    def __init__(self, address: str, model: str) -> None:
+        parts = GRPC_ADDRESS.fullmatch(address)
+        if parts is None or int(parts[1]) > MAX_PORT:
+            raise ServerError(f"--grpc takes HOST:PORT, as in 127.0.0.1:8001, not '{address}'")
+        self._address, self._model = address, model
+        self._inputs: set[str] = set()
+        self._outputs: list[str] = []
+
+    async def open(self) -> None:
+        limits = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
+        options = (*limits, *grpc_options(self._address))
+        self._channel = grpc.aio.insecure_channel(self._address, options)
+        self._stream = self._channel.stream_stream(
+            STREAM,
+            request_serializer=service_pb2.ModelInferRequest.SerializeToString,
+            response_deserializer=service_pb2.ModelStreamInferResponse.FromString,
+        )
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        try:
+            wanted = service_pb2.ModelMetadataRequest(name=self._model)
+            known = await stub.ModelMetadata(wanted, timeout=SETUP_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            raise ServerError(self._why(error)) from None
+        self._inputs = {one.name for one in known.inputs}
+        self._outputs = [one.name for one in known.outputs if one.name in OUTPUTS]
+        if "text_input" not in self._inputs:
+            have = ", ".join(sorted(self._inputs))
+            raise ServerError(
+                f"model '{self._model}' has no input text_input, but {have}; name one of the vLLM"
+                " backend's inputs with --model, such as lmm, visual_retrieval or vllm_model"
+            )
+
+    def _why(self, error: grpc.aio.AioRpcError) -> str:
+        details = error.details() or error.code().name
+        if error.code() in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT):
+            return f"the server at {self._address} has no model to measure: {details}; see --model"
+        return (
+            f"no server answers at {self._address}: {details}{port_hint(details)}; start one with"
+            " `vlora serve`, or name another gRPC address with --grpc HOST:PORT"
+        )
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def ask(self, question: Question, answer: Answer) -> None:
+        call = self._stream(metadata=_header(question.adapter))
+        try:
+            await call.write(self._request(question))
+            await call.done_writing()
+            async for message in call:
+                if text := message.error_message:
+                    error = from_message(text)
+                    raise RequestFailed(error.code if is_coded(text) else "ERROR", str(error))
+                self._read(message.infer_response, answer)
+        except grpc.aio.AioRpcError as error:
+            raise RequestFailed(error.code().name, error.details() or "") from None
+        finally:
+            call.cancel()
+
+    def _read(self, response: Any, answer: Answer) -> None:
+        outputs = outputs_of(response)
+        if not outputs:  # Only the mark of the last response.
+            return
+        tokens = sum(outputs.get("num_output_tokens", ()))
+        has_text = any(outputs.get("text_output", ())) or "result" in outputs
+        if tokens or has_text:
+            answer.arrive()
+        # A model that does not count tokens sends one token in a response.
+        answer.output_tokens += tokens if "num_output_tokens" in outputs else has_text
+        answer.prompt_tokens = max(answer.prompt_tokens, *outputs.get("num_input_tokens", ()), 0)
+
+    def _request(self, question: Question) -> Any:
+        request = service_pb2.ModelInferRequest(model_name=self._model)
+        content, adapter = question.content, question.adapter
+        sampling = {**question.sampling, **({"lora_name": adapter} if adapter else {})}
+        as_clip = "frames" in self._inputs
+        strings = {
+            "text_input": [content.text.encode()],
+            "sampling_parameters": [json.dumps(sampling).encode()],
+            "task": [question.task.encode()] if question.task else [],
+            "image": [*content.images, *(() if as_clip else content.frames)],
+            "frames": content.frames if as_clip else [],
+        }
+        for name, values in strings.items():
+            if values:
+                request.inputs.add(name=name, datatype="BYTES", shape=[len(values)])
+                request.raw_input_contents.append(b"".join(string_parts(values)))
+        for name in FLAGS.keys() & self._inputs:
+            request.inputs.add(name=name, datatype="BOOL", shape=[1])
+            request.raw_input_contents.append(bytes([FLAGS[name]]))
+        for name in self._outputs:
+            request.outputs.add(name=name)
+        return request
+
+
+class OpenAiTarget:
+    """A server of OpenAI's chat completions at a URL such as http://127.0.0.1:8080/v1."""
+
+    def __init__(self, url: str, model: str, key: str | None = None) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ServerError(f"--openai takes a URL, as in http://127.0.0.1:8080/v1, not '{url}'")
+        self._url, self._model = url.rstrip("/"), model
+        self._headers = [("content-type", "application/json"), ("accept", "text/event-stream")]
+        self._headers += [("authorization", f"Bearer {key}")] if key else []
+
+    async def open(self) -> None:
+        # Imported here because it belongs to the extra `gateway`.
+        import httpcore2
+
+        self._faults = (httpcore2.NetworkError, httpcore2.ProtocolError, OSError)
+        # An open loop must not wait for a free connection.
+        self._pool = httpcore2.AsyncConnectionPool(max_connections=None, retries=0)
+
+    async def close(self) -> None:
+        await self._pool.aclose()
+
+    async def ask(self, question: Question, answer: Answer) -> None:
+        body = json.dumps(self._body(question)).encode()
+        url = f"{self._url}/chat/completions"
+        headers = [*self._headers, *_header(question.adapter)]
+        try:
+            async with self._pool.stream("POST", url, headers=headers, content=body) as response:
+                if response.status != 200:
+                    raise _refusal(response.status, await response.aread())
+                async for event in _events(response.aiter_stream()):
+                    self._read(event, answer)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RequestFailed("BAD_ANSWER", f"{url}: {in_one_line(error)}") from error
+        except self._faults as error:
+            reason = f"no OpenAI API answers at {self._url}: {in_one_line(error)}"
+            raise RequestFailed("CONNECTION", f"{reason}; name its URL with --openai") from None
+
+    def _read(self, event: bytes, answer: Answer) -> None:
+        found = json.loads(event)
+        if "error" in found:
+            raise _failure("ERROR", found["error"])
+        for choice in found.get("choices") or ():
+            delta = choice.get("delta") or {}
+            if delta.get("content") or delta.get("reasoning_content"):
+                answer.arrive()
+        if usage := found.get("usage"):
+            answer.prompt_tokens = usage["prompt_tokens"]
+            answer.output_tokens = usage["completion_tokens"]
+
+    def _body(self, question: Question) -> dict[str, Any]:
+        content = question.content
+        urls = [f"data:image/jpeg;base64,{_base64(file)}" for file in content.images]
+        parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+        if content.frames:
+            clip = "data:video/jpeg;base64," + ",".join(map(_base64, content.frames))
+            parts.append({"type": "video_url", "video_url": {"url": clip}})
+        said = [*parts, {"type": "text", "text": content.text}] if parts else content.text
+        return {
+            "model": question.adapter or self._model,
+            "messages": [{"role": "user", "content": said}],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **question.sampling,
+            **({"task": question.task} if question.task else {}),
+        }
+
+
+def _base64(file: bytes) -> str:
+    return base64.b64encode(file).decode()
+
+
+async def _events(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield the data of each event of a stream."""
+    rest = b""
+    async for part in parts:
+        rest += part
+        *lines, rest = rest.split(b"\n")
+        for data in _data(lines):
+            yield data
+
+
+def _data(lines: list[bytes]) -> Iterator[bytes]:
+    for line in lines:
+        data = line.removeprefix(b"data:").strip()
+        if line.startswith(b"data:") and data != b"[DONE]":
+            yield data
+
+
+def _refusal(status: int, body: bytes) -> RequestFailed:
+    """Return the error of an answer with this HTTP status."""
+    try:
+        return _failure(f"HTTP_{status}", json.loads(body)["error"])
+    except (ValueError, KeyError, TypeError):
+        return RequestFailed(f"HTTP_{status}", body[:MAX_MESSAGE].decode(errors="replace"))
+
+
+def _failure(code: str, error: Any) -> RequestFailed:
+    if isinstance(error, str):
+        return RequestFailed(code, error)
+    named = error.get("code")
+    return RequestFailed(named if isinstance(named, str) else code, str(error.get("message")))

@@ -1,0 +1,212 @@
+"""Tests of `vlora load`: drawn requests, the open loop on a fake server, figures and errors."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from vlora.cli import app
+from vlora.errors import InvalidArgument
+from vlora.load import figures
+from vlora.load.contents import Content, ContentMaker, TokenCount
+from vlora.load.run import Asking, Measurement, Record, measure_tokens, send
+from vlora.load.targets import Answer, Question, RequestFailed
+from vlora.load.trace import AZURE, TracedRequest, Traffic, adapter_shares
+
+HEAD = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+
+
+def test_a_seed_gives_the_same_requests_at_the_same_times() -> None:
+    traffic = Traffic("bursty", 20.0, 10.0, adapters=3, zipf=1.0, priorities={5: 0.2})
+    trace = traffic.draw(1)
+    assert trace == traffic.draw(1) != traffic.draw(2)
+    maker = ContentMaker(1, TokenCount(), images=1, frames=2, side=64)
+    first, second = (maker.make(place, trace[0]) for place in (0, 1))
+    assert first == maker.make(0, trace[0]) != second
+    assert len({*first.images, *first.frames, *second.images, *second.frames}) == 6
+
+
+def test_adapters_base_requests_and_priorities_have_their_shares() -> None:
+    shares = adapter_shares(4, hot=0.35, zipf=1.0)
+    assert shares == pytest.approx([0.35, 0.3, 0.2, 0.15])
+    assert adapter_shares(2, zipf=1.0) == pytest.approx([2 / 3, 1 / 3])
+    traffic = Traffic("uniform", 1e3, 4.0, adapters=4, hot=0.35, zipf=1.0, base_share=0.5)
+    trace = replace(traffic, priorities={7: 0.1}).draw(0)
+    found = [sum(one.adapter == adapter for one in trace) / 4000 for adapter in range(-1, 4)]
+    assert found == pytest.approx([0.5, *(0.5 * share for share in shares)], abs=0.03)
+    assert sum(one.priority == 7 for one in trace) / 4000 == pytest.approx(0.1, abs=0.02)
+    assert trace[-1].at == pytest.approx(3.999)
+
+
+def test_every_camera_sends_a_chunk_a_second_and_keeps_its_adapter() -> None:
+    trace = Traffic(streams=4, seconds=3, adapters=8).draw(3)
+    assert [one.at for one in trace[:5]] == [0.0, 0.25, 0.5, 0.75, 1.0]
+    assert [one.stream for one in trace] == [0, 1, 2, 3] * 3
+    assert [one.adapter for one in trace[:4]] * 3 == [one.adapter for one in trace]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.6805900,396,109\n",
+        "2024-05-10 00:00:00.009930+00:00,374,44\r\n2024-05-10 00:00:04.009930+00:00,396,109\r\n",
+    ],
+)
+def test_the_requests_of_azures_files_are_stretched_to_the_rate(tmp_path: Path, rows: str) -> None:
+    file = tmp_path / "trace.csv"
+    file.write_text(HEAD + rows)
+    trace = Traffic(str(file), rate=0.5, seconds=4.0, lengths=(None, None), context=200).draw(0)
+    assert trace == [
+        TracedRequest(0.0, -1, 156, 44, 44),
+        TracedRequest(2.0, -1, 100, 100, 100),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("a,b\n1,2\n", "begins with the columns 'a,b'"),
+        (HEAD + "today,1,2\n", "line 2 of"),
+        (HEAD + "2023-11-16 18:15:46,3,4\n", "has 1 requests, but --rate times --seconds are 2"),
+        (None, "No such file"),
+    ],
+)
+def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, text: str | None, reason: str) -> None:
+    file = tmp_path / "trace.csv"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(InvalidArgument, match=reason):
+        Traffic(str(file), rate=1.0, seconds=2.0).draw(0)
+
+
+@pytest.mark.parametrize("name", AZURE)
+def test_a_synthetic_trace_has_the_statistics_of_azures(name: str) -> None:
+    trace = Traffic(name, 10.0, 1000.0, lengths=(None, None)).draw(1)
+    prompts, outputs, _ = AZURE[name]
+    assert trace[-1].at == pytest.approx(1000, rel=0.15)
+    for values, spread in (
+        (sorted(one.prompt for one in trace), prompts),
+        (sorted(one.output for one in trace), outputs),
+    ):
+        assert values[5000] == pytest.approx(spread.median, rel=0.06)
+        assert sum(values) / 1e4 == pytest.approx(spread.mean, rel=0.08)
+        assert values[-1] <= spread.most
+
+
+class Server:
+    """Answers after some seconds with two tokens, or with an error to texts that say so."""
+
+    def __init__(self, seconds: float, per_word: int = 1) -> None:
+        self._seconds = seconds
+        self._per_word = per_word
+        self.asked: list[Question] = []
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def ask(self, question: Question, answer: Answer) -> None:
+        self.asked.append(question)
+        await asyncio.sleep(self._seconds)
+        if question.content.text == "bad":
+            raise RequestFailed("INVALID_ARG", "a bad text")
+        answer.arrive()
+        await asyncio.sleep(self._seconds)
+        answer.prompt_tokens = 5 + self._per_word * len(question.content.text.split())
+        answer.output_tokens = 2
+
+
+def test_requests_are_sent_at_their_times_and_measured_from_them() -> None:
+    trace = [TracedRequest(0.05 * place, place % 2 - 1, 1, 2, 2) for place in range(4)]
+    asking = Asking(["a"], timeout=0.35)
+    measurement = Measurement.of(trace, asking.adapters)
+    server = Server(0.1)
+    contents = [Content(text) for text in ("good", "bad", "good", "good")]
+    started = time.perf_counter()
+    asyncio.run(send(server, asking, trace, contents, measurement))
+    assert time.perf_counter() - started < 2.0
+    assert [one.error for one in measurement.records] == ["", "INVALID_ARG", "", ""]
+    assert measurement.messages == {"INVALID_ARG": "a bad text"}
+    assert [question.adapter for question in server.asked] == [None, "a", None, "a"]
+    for one in measurement.records[2:]:
+        assert one.lag is not None
+        assert one.first is not None
+        assert one.end is not None
+        assert 0 <= one.lag <= one.first - 0.1 <= one.end - 0.2
+    measurement = Measurement.of(trace[:1], ["a"])
+    asyncio.run(send(Server(1.0), asking, trace[:1], contents[:1], measurement))
+    assert measurement.records[0].error == "TIMEOUT"
+
+
+def test_requests_that_run_when_the_load_is_stopped_did_not_end() -> None:
+    trace = [TracedRequest(at, -1, 1, 2, 2) for at in (0.0, 60.0)]
+    measurement = Measurement.of(trace, ())
+
+    async def stopped() -> None:
+        async with asyncio.timeout(0.3):
+            await send(Server(60.0), Asking(), trace, [Content("good")] * 2, measurement)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(stopped())
+    found = figures.summarize(measurement.records)
+    assert (found["sent"], found["unfinished"], found["answered"], found["errors"]) == (1, 1, 0, {})
+
+
+def test_a_text_has_the_wanted_number_of_tokens_as_the_server_counts_them() -> None:
+    count = asyncio.run(measure_tokens(Server(0.0, per_word=2), Asking()))
+    assert (count.fixed, count.per_word) == (5, 2)
+    text = ContentMaker(0, count).make(0, TracedRequest(0.0, -1, 105, 1, 1)).text
+    assert len(text.split()) == 50
+
+
+def test_figures_count_from_the_scheduled_times_and_errors_miss_their_deadlines() -> None:
+    def record(adapter: str, at: float, **more: Any) -> Record:
+        return Record(adapter, at, **({"lag": 0.0, "error": ""} | more))
+
+    records = [
+        record("a", 0.0, first=0.5, end=1.0, output_tokens=4, prompt_tokens=10),
+        record("a", 1.0, first=1.0, end=3.0, output_tokens=6, prompt_tokens=20, lag=0.2),
+        record("", 2.0, end=0.5, error="UNAVAILABLE"),
+        Record("", 3.0),
+    ]
+    found = figures.summarize(records, deadline=2.0)
+    assert (found["requests"], found["sent"], found["answered"]) == (4, 3, 2)
+    assert found["errors"] == {"UNAVAILABLE": 1}
+    assert found["seconds"] == 4.0
+    assert found["token_latency_s"] == 4.0 / 10
+    assert found["first_token_s"]["mean"] == 0.75
+    assert found["end_to_end_s"]["max"] == 3.0
+    assert (found["requests_per_s"], found["tokens_per_s"]) == (0.5, 2.5)
+    assert (found["deadlines_met"], found["goodput_per_s"]) == (pytest.approx(1 / 3), 0.25)
+    assert not figures.kept_schedule(found)
+    assert list(figures.by_adapter(records)) == ["a", ""]
+    assert figures.by_adapter(records)["a"]["errors"] == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--arrivals", "steady"], "unknown --arrivals 'steady'; choose poisson"),
+        (["--priority", "high"], "--priority takes PRIORITY=SHARE, as in 5=0.1, not 'high'"),
+        (["--priority", "1=0.7", "--priority", "2=0.7"], "their sum 1 at most"),
+        (["--adapters", "@none.txt"], "none.txt"),
+        (["--zipf", "1"], "--hot, --zipf and --base-share need --adapters NAMES"),
+        (["--send-deadline"], "--send-deadline needs --deadline-ms MS"),
+        (["--grpc", "here"], "--grpc takes HOST:PORT, as in 127.0.0.1:8001, not 'here'"),
+        (["--openai", "here"], "--openai takes a URL, as in http://127.0.0.1:8080/v1, not 'here'"),
+        (["--json", "none/a.json"], "none/a.json cannot be written"),
+        (["--grpc", "127.0.0.1:1"], "no server answers at 127.0.0.1:1"),
+    ],
+)
+def test_an_error_says_what_was_wrong_and_what_would_be_right(
+    arguments: list[str], reason: str
+) -> None:
+    done = CliRunner().invoke(app, ["load", *arguments])
+    assert done.exit_code == 1
+    assert reason in done.output
