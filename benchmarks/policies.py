@@ -285,8 +285,7 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
     for name in BASELINES:
         ratios = (mean_ratio(measured, name, setting) for setting in high_skew)
         summary[f"worst_vs_{name}_at_high_skew"] = _largest(ratios)
-    for name in ("credit", "paper"):
-        summary[f"{name}_vs_{FCFS}"] = mean_of(_ratios(measured, FCFS, name, **here))
+    summary[f"paper_vs_{FCFS}"] = mean_of(_ratios(measured, FCFS, "paper", **here))
     summary[f"closed_loop_vs_{FCFS}"] = throughput_ratio(rows, OURS, FCFS)
     steps = [row["prediction_error"] for row in measured if row["policy"] not in OPERATORS]
     errors = [

@@ -26,7 +26,7 @@ from vlora.engine.policies.registry import make_policy
 from vlora.engine.scheduler import Budgets
 
 FCFS = "unmerge_only"
-POLICIES = (FCFS, "predictive", "credit", "paper", "dlora", "merge_only")
+POLICIES = (FCFS, "predictive", "paper", "dlora", "merge_only")
 
 
 class Chip(NamedTuple):

@@ -182,12 +182,12 @@ def test_a_closed_loop_keeps_the_number_of_concurrent_requests_on_the_demo_check
 
 
 def test_the_table_compares_each_policy_with_first_come_first_served() -> None:
-    rows = [measured("unmerge_only", 10.0), measured("predictive", 9.5), measured("credit", 11.0)]
-    rows += [measured("unmerge_only", 30.0, seed=2), measured("credit", 33.0, seed=2)]
+    rows = [measured("unmerge_only", 10.0), measured("predictive", 9.5), measured("paper", 11.0)]
+    rows += [measured("unmerge_only", 30.0, seed=2), measured("paper", 33.0, seed=2)]
     means = {row["policy"]: row for row in means_over_seeds(rows)}
     assert means["predictive"]["over"] == pytest.approx(0.95)
-    assert means["credit"]["over"] == pytest.approx(1.1)
-    assert means["credit"]["token_latency_ms"] == 22.0
+    assert means["paper"]["over"] == pytest.approx(1.1)
+    assert means["paper"]["token_latency_ms"] == 22.0
 
 
 def test_every_setting_is_measured_before_another_seed() -> None:
@@ -248,7 +248,7 @@ def test_a_run_continues_where_a_former_run_ended_and_keeps_its_rows(
     assert second.exit_code == 0, second.output
     written = json.loads(out.read_text())
     done = {row["policy"] for row in written["rows"] if row["kind"] == "measured"}
-    assert done == {*BASELINES, "predictive", "credit", "punica"}
+    assert done == {*BASELINES, "predictive", "paper", "punica"}
     kinds = [row["kind"] for row in written["rows"]]
     assert set(kinds) == {"capacity", "measured", "few adapters", "simulated again", "simulated"}
     assert kinds.count("few adapters") == 2
