@@ -172,7 +172,12 @@ class Policies(ThreadedBenchmark):
             f"{OURS}_worst_duration": "≤ 1.05",
             f"{PAPER}_share_with_all_modes": "≥ 0.333",
         }.items()
-    } | {"simulation_median_error": "≤ 0.1", "simulation_largest_error": "≤ 0.1"}
+    } | {
+        "simulation_median_error": "≤ 0.1",
+        "simulation_largest_error": "≤ 0.1",
+        "longest_wait": "≤ 1",
+        "underfilled": "≤ 0",
+    }
 
     replays: Annotated[
         int | None, typer.Option(metavar="N", help="Traces to replay; default: as in the grid.")
@@ -261,11 +266,13 @@ class Policies(ThreadedBenchmark):
         return summarize(self.rows)
 
     def tables(self) -> Iterable[RenderableType]:
-        keys = f"policy traces exercised_in {' '.join(MODES)} switches switch_s mean mean_if_hot"
-        keys += " worst_mean worst_p99 worst_duration"
-        for title, rows in (("replayed", replayed(self.rows)), ("simulated", on_chips(self.rows))):
+        steps = f"policy traces {' '.join(MODES)} switches switch_s longest_wait underfilled"
+        latencies = "policy exercised_in mean mean_if_hot worst_mean worst_p99 worst_duration"
+        for kind, rows in (("replayed", replayed(self.rows)), ("simulated", on_chips(self.rows))):
             if rows:
-                yield frame.table(f"{title}; latencies / {FCFS}'s", by_policy(rows), keys)
+                made = by_policy(rows)
+                yield frame.table(f"{kind}: steps, switches, longest wait / bound", made, steps)
+                yield frame.table(f"{kind}: latencies / {FCFS}'s", made, latencies)
         if compared := errors(self.rows):
             title = "error of the simulated mean latency"
             yield frame.table(title, compared, "policy traces median_error largest_error")
@@ -304,7 +311,8 @@ def by_policy(rows: Iterable[Row]) -> list[Row]:
     """Return a row per policy with the means of its traces. Latencies are relative to FCFS.
 
     Latencies are those of the traces in which the policy merged, or "not exercised" if there is
-    none. hot: at least half of the requests have the same adapter.
+    none. hot: at least half of the requests have the same adapter. longest_wait: as a share of its
+    bound. underfilled: number of such steps (see `Replay`).
     """
     known = relative(rows)
     made = []
@@ -317,6 +325,9 @@ def by_policy(rows: Iterable[Row]) -> list[Row]:
         missing = "not exercised"
         row["mean"] = mean_of(r["mean"] for r in used) or missing
         row["mean_if_hot"] = mean_of(hot) or missing
+        if all(r["wait_bound_s"] is not None for r in own):
+            row["longest_wait"] = max(r["longest_wait_s"] / r["wait_bound_s"] for r in own)
+            row["underfilled"] = sum(r["underfilled_steps"] for r in own)
         row |= {f"worst_{key}": max((r[key] for r in used), default=missing) for key in FIGURES}
         made.append(row)
     return made
@@ -336,8 +347,8 @@ def errors(rows: Iterable[Row]) -> list[Row]:
 
 
 def summarize(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the figures of OURS and PAPER, the noise, the errors of the simulation, and the share
-    of the time of FCFS's steps that adapters take."""
+    """Return the figures of OURS and PAPER, longest waits and underfilled steps of the package's
+    policies, the noise, errors of the simulation, and the share of steps that adapters take."""
     summary: dict[str, Any] = {}
     for kind, own in (("", replayed(rows)), ("simulated_", on_chips(rows))):
         for row in by_policy(own):
@@ -345,6 +356,9 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
                 keys = ("mean", "mean_if_hot", *(f"worst_{key}" for key in FIGURES))
                 figures = {key: row[key] for key in keys if row[key] != "not exercised"}
                 summary |= {f"{kind}{row['policy']}_{key}": value for key, value in figures.items()}
+            if row["policy"] in (OURS, PAPER, FCFS) and "longest_wait" in row:
+                for key in ("longest_wait", "underfilled"):
+                    summary[key] = max(summary.get(key, 0), row[key])
         paper = matching(own, policy=PAPER)
         if paper:
             full = sum(min(row[mode] for mode in MODES) > EXERCISED for row in paper)

@@ -128,7 +128,13 @@ class Replay:
     modes, mode_steps: total duration and number of the steps, by mode.
     switch_seconds: total duration of the switches.
     errors: relative error of each step's predicted time; empty for a simulation.
-    adapter_share: share of the steps' total time that adapters cost; None for a measured replay.
+
+    Those of a simulation only:
+    adapter_share: share of the steps' total time that adapters cost.
+    longest_wait, wait_bound: longest time until a request was first in a step, and its bound
+        (decision 41).
+    underfilled_steps: number of steps with less than half of the requests that a full one would
+        have, and of the rows that it would compute per second.
     """
 
     outcome: Outcome = field(default_factory=Outcome)
@@ -139,6 +145,9 @@ class Replay:
     mode_steps: dict[str, int] = field(default_factory=dict)
     errors: Sequence[float] = ()
     adapter_share: float | None = None
+    longest_wait: float | None = None
+    wait_bound: float | None = None
+    underfilled_steps: int | None = None
 
     @property
     def busy(self) -> float:
@@ -162,6 +171,9 @@ class Replay:
             "merges": self.merges,
             "switch_s": self.switch_seconds,
             "adapter_share": self.adapter_share,
+            "longest_wait_s": self.longest_wait,
+            "wait_bound_s": self.wait_bound,
+            "underfilled_steps": self.underfilled_steps,
             "prediction_error": median(self.errors) if self.errors else None,
         }
 
@@ -189,7 +201,9 @@ class Simulation:
         self._now = 0.0
         self._adapter_seconds = 0.0
         self._output_lengths: dict[str, int] = {}
-        self._replay = Replay()
+        self._replay = Replay(longest_wait=0.0, underfilled_steps=0)
+        self._options = options
+        self._in_flight, self._longest_step = 0, 0.0  # Largest values so far.
 
     def run(self) -> Replay:
         index = 0
@@ -200,14 +214,45 @@ class Simulation:
             if self._scheduler.idle:
                 self._now = self._trace[index].at
                 continue
+            self._in_flight = max(self._in_flight, self._unfinished)
+            started = self._now
             plan = self._scheduler.schedule(self._now, self._live)
             assert plan.chunks, "the scheduler is not idle and its plan is empty"
             if plan.live != self._live:
                 self._switch(plan.live)
+            self._note_waits(plan)
             self._step(plan)
+            self._longest_step = max(self._longest_step, self._now - started)
+        self._replay.wait_bound = self._wait_bound()
         self._replay.adapter_share = self._adapter_seconds / sum(self._replay.modes.values())
         self._replay.outcome.span = self._now - self._trace[0].at
         return self._replay
+
+    @property
+    def _unfinished(self) -> int:
+        return len(self._scheduler.running) + len(self._scheduler.waiting)
+
+    def _wait_bound(self) -> float:
+        """Return the bound of decision 41 with the largest numbers of this run."""
+        options, rows = self._options, self._options.max_num_batched_tokens
+        steps = max(-(-traced.prompt // rows) + traced.output for traced in self._trace)
+        before = -(-self._in_flight // options.max_step_requests) * steps + 1
+        return options.max_wait_seconds + before * self._longest_step
+
+    def _note_waits(self, plan: StepPlan) -> None:
+        """Note how long the requests of a step waited if they are new, and whether it is full."""
+        running = {sequence.id: sequence for sequence in self._scheduler.running}
+        chosen = [running.pop(chunk.sequence_id) for chunk in plan.chunks]
+        waits = [self._now - sequence.arrival for sequence in chosen if not sequence.computed]
+        replay = self._replay
+        replay.longest_wait = max(replay.longest_wait or 0.0, *waits, 0.0)
+        most = self._options.max_step_requests
+        others = [*running.values(), *self._scheduler.waiting][: most - len(chosen)]
+        if len(chosen) < len(others):
+            possible = plan.rows + sum(sequence.missing for sequence in others)
+            possible = min(possible, self._options.max_num_batched_tokens)
+            rates = [rows / self._costs.products(rows, 1) for rows in (plan.rows, possible)]
+            replay.underfilled_steps = (replay.underfilled_steps or 0) + (2 * rates[0] < rates[1])
 
     def _add(self, request_id: str, traced: TracedRequest) -> None:
         params = SamplingParams(max_tokens=traced.limit)

@@ -35,6 +35,7 @@ from vlora.config import Options
 from vlora.engine.cost import AdapterSize, CostModel, Profile
 
 GRID = json.loads((GRIDS / "policies.json").read_text())
+OWN_POLICIES = (FCFS, "predictive", "paper")
 TINY = llava.tiny(llava.Sizes(layers=2, kv_heads=16, context=512))
 
 
@@ -94,17 +95,19 @@ def test_the_predictive_policy_is_no_slower_than_any_baseline_in_simulation(
 
 
 @pytest.mark.parametrize("seed", range(16))
-def test_no_drawn_trace_is_slower_with_the_predictive_policy_than_first_come_first_served(
+def test_drawn_traces_have_full_steps_bounded_waits_and_are_no_slower_with_predictive(
     seed: int,
 ) -> None:
     case = drawn_case(seed, 64, GRID)
     engine = ChipEngine(case)
     trace = timed_trace(case, engine)
-    theirs, ours = (
-        engine.simulate(name, trace, **case.options).as_row() for name in (FCFS, "predictive")
-    )
+    rows = {name: engine.simulate(name, trace, **case.options).as_row() for name in OWN_POLICIES}
     for key, bar in zip(FIGURES, (1.02, 1.05, 1.05), strict=True):
-        assert ours[f"{key}_s"] <= bar * theirs[f"{key}_s"]
+        assert rows["predictive"][f"{key}_s"] <= bar * rows[FCFS][f"{key}_s"]
+    for name, own in rows.items():
+        assert own["longest_wait_s"] <= own["wait_bound_s"], name
+        assert own["underfilled_steps"] == 0, name
+    assert engine.simulate("merge_only", trace, **case.options).underfilled_steps
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.2)])
@@ -134,7 +137,7 @@ def row(policy: str, seed: int = 1, mean: float = 1.0, merged: float = 0.0, **mo
     times = {"mean_s": mean, "p99_s": 2 * mean, "duration_s": 9.0}
     modes = {"merged": merged, "mixture": merged / 2, "unmerged": 1 - 1.5 * merged}
     at = {"chip": "this machine", "seed": seed, "skew": 0.6, "switches": 3}
-    at |= {"switch_s": 0.1, "adapter_share": 0.08}
+    at |= {"switch_s": 0.1, "adapter_share": 0.08, "wait_bound_s": None}
     return {"policy": policy, **at, **times, **modes, **more}
 
 

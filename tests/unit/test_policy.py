@@ -126,6 +126,15 @@ def test_without_a_mergeable_adapter_the_base_models_requests_do_not_fill_the_st
     assert choose(policy, requests(*[(1, 0.0)] * 4))[1] == BASE
 
 
+def test_requests_of_a_premerged_adapter_and_of_the_base_are_merged_without_a_switch() -> None:
+    ready = requests((1, 0.0), (2, 0.0), (BASE, 0.0), (1, 0.0))
+    assert choose(PAPER, ready) == (["r0", "r1", "r2", "r3"], BASE)
+    premerged = PaperPolicy(4, 40.0, math.inf, FixedCosts(), "a1")
+    assert choose(premerged, ready) == (["r0", "r2", "r3"], BASE)
+    cold = requests((2, 0.0), (2, 0.0), (2, 0.0), (1, 0.0))
+    assert choose(premerged, cold) == (["r0", "r1", "r2"], 2)
+
+
 # -- other policies -------------------------------------------------------------------------------
 
 
