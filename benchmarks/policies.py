@@ -215,7 +215,7 @@ class Policies(ThreadedBenchmark):
             ).busy
             self._left += predicted * len(self._names(case))
         if replayed:
-            self.status(f"{len(replayed)} traces to replay take about {self._left / 60:.0f} min")
+            self.status(f"{len(replayed)} traces to replay take about {self._left / 60:.1f} min")
         return [*simulated, *replayed]
 
     def measure(self, case: Case) -> Iterable[Row]:
@@ -252,7 +252,7 @@ class Policies(ThreadedBenchmark):
         """Print the figures of a replayed trace, and the time left."""
         left = max(0.0, self._left) / 60
         seed, application = rows[0]["seed"], rows[0]["application"]
-        self.status(f"seed {seed}, {application}: about {left:.0f} min are left")
+        self.status(f"seed {seed}, {application}: about {left:.1f} min are left")
         for row in relative(rows):
             modes = ", ".join(f"{row[mode]:.0%} {mode}" for mode in MODES)
             switches = f"{row['switches']} switches in {row['switch_s']:.2f} s"
@@ -324,7 +324,7 @@ def by_policy(rows: Iterable[Row]) -> list[Row]:
         row |= {key: fmean(r[key] for r in own) for key in (*MODES, "switches", "switch_s")}
         missing = "not exercised"
         row["mean"] = mean_of(r["mean"] for r in used) or missing
-        row["mean_if_hot"] = mean_of(hot) or missing
+        row["mean_if_hot"] = mean_of(hot) if used else missing
         if all(r["wait_bound_s"] is not None for r in own):
             row["longest_wait"] = max(r["longest_wait_s"] / r["wait_bound_s"] for r in own)
             row["underfilled"] = sum(r["underfilled_steps"] for r in own)

@@ -25,7 +25,7 @@ from benchmarks.published_operators import OPERATORS, POLICY_OF_SYSTEM, use_oper
 from vlora.adapters.files import AdapterDescription, AdapterInfo
 from vlora.adapters.handle import AdapterHandle, AdapterState
 from vlora.config import Options
-from vlora.engine.cost import CostModel
+from vlora.engine.cost import CostModel, Part
 from vlora.engine.engine import Engine
 from vlora.engine.plan import Mode, StepPlan
 from vlora.engine.policies.base import Policy
@@ -235,9 +235,12 @@ class Simulation:
     def _wait_bound(self) -> float:
         """Return the bound of decision 41 with the largest numbers of this run."""
         options, rows = self._options, self._options.max_num_batched_tokens
-        steps = max(-(-traced.prompt // rows) + traced.output for traced in self._trace)
-        before = -(-self._in_flight // options.max_step_requests) * steps + 1
-        return options.max_wait_seconds + before * self._longest_step
+        batch = options.max_step_requests
+        steps = max(-(-batch * traced.prompt // rows) + traced.output for traced in self._trace)
+        # Policies with shorter steps need more of them.
+        full_step = self._costs.predict([Part(0, rows, 0, True)], BASE)
+        before = -(-self._in_flight // batch) * steps + 1
+        return options.max_wait_seconds + before * max(self._longest_step, full_step)
 
     def _note_waits(self, plan: StepPlan) -> None:
         """Note how long the requests of a step waited if they are new, and whether it is full."""
