@@ -267,9 +267,8 @@ class Policies(ThreadedBenchmark):
 
     def tables(self) -> Iterable[RenderableType]:
         steps = f"policy traces {' '.join(MODES)} switches switch_s longest_wait underfilled"
-        latencies = (
-            "policy exercised_in mean mean_if_hot mean_of_all worst_mean worst_p99 worst_duration"
-        )
+        latencies = "policy exercised_in mean mean_if_hot mean_of_all worst_mean worst_p99"
+        latencies += " worst_duration"
         for kind, rows in (("replayed", replayed(self.rows)), ("simulated", on_chips(self.rows))):
             if rows:
                 made = by_policy(rows)
@@ -312,7 +311,7 @@ def relative(rows: Iterable[Row]) -> list[Row]:
 def by_policy(rows: Iterable[Row]) -> list[Row]:
     """Return a row per policy with the means of its traces. Latencies are relative to FCFS.
 
-    mean, mean_if_hot: of the traces in which the policy merged, or "not exercised" if there is none.
+    mean, mean_if_hot: of the traces in which the policy merged, or "not exercised" without any.
     Other latencies are of all traces, as a policy may lose time in other ways than by merging. hot:
     at least half of the requests have the same adapter. longest_wait: as a share of its bound.
     underfilled: number of such steps (see `Replay`).
