@@ -196,7 +196,7 @@ class Policies(ThreadedBenchmark):
             self.replays = self.values["replays"]
         if self.simulations is None:
             self.simulations = self.values["simulations"]
-        self._left = 0.0  # Predicted seconds of the replays to come.
+        self._predicted: dict[int, float] = {}  # Seconds of the replays to come, by seed.
 
     def settings(self) -> dict[str, Any]:
         return {"dtype": self.dtype, "threads": self.threads}
@@ -213,9 +213,10 @@ class Policies(ThreadedBenchmark):
             predicted = self._engine.simulate(
                 FCFS, timed_trace(case, self._engine), **case.options
             ).busy
-            self._left += predicted * len(self._names(case))
+            self._predicted[case.seed] = predicted * len(self._names(case))
         if replayed:
-            self.status(f"{len(replayed)} traces to replay take about {self._left / 60:.1f} min")
+            minutes = sum(self._predicted.values()) / 60
+            self.status(f"{len(replayed)} traces to replay take about {minutes:.1f} min")
         return [*simulated, *replayed]
 
     def measure(self, case: Case) -> Iterable[Row]:
@@ -233,7 +234,6 @@ class Policies(ThreadedBenchmark):
                     simulated = engine.simulate(policy, trace, **case.options)
                     row["simulated_s"] = fmean(simulated.outcome.end)
                     row["adapter_share"] = simulated.adapter_share
-                    self._left -= simulated.busy
             rows.append(asdict(case) | row)
         if case.chip not in CHIPS:
             self._report(rows)
@@ -250,8 +250,9 @@ class Policies(ThreadedBenchmark):
 
     def _report(self, rows: Sequence[Row]) -> None:
         """Print the figures of a replayed trace, and the time left."""
-        left = max(0.0, self._left) / 60
         seed, application = rows[0]["seed"], rows[0]["application"]
+        del self._predicted[seed]
+        left = sum(self._predicted.values()) / 60
         self.status(f"seed {seed}, {application}: about {left:.1f} min are left")
         for row in relative(rows):
             modes = ", ".join(f"{row[mode]:.0%} {mode}" for mode in MODES)
