@@ -123,16 +123,13 @@ class Driver:
     def close(self) -> None:
         self.engine.adapters.close()
 
-    def run(
-        self, requests: Sequence[DriverRequest], *, watch: bool = False, at_once: int | None = None
-    ) -> Outcome:
+    def run(self, requests: Sequence[DriverRequest], *, watch: bool = False) -> Outcome:
         """Run requests, sorted by arrival, to their end, and return their times.
 
         Requests are prepared before the clock starts. While the engine is idle, the clock jumps to
         the next arrival.
 
         watch: whether the adapter folders are watched meanwhile.
-        at_once: maximum number of concurrent requests; others arrive later. None for no limit.
         """
         engine, outcome = self.engine, Outcome()
         waiting = deque((request, self._prepare(request)) for request in requests)
@@ -145,12 +142,10 @@ class Driver:
             started = time.monotonic()
             while waiting or not engine.idle:
                 now = time.monotonic() - started
-                running = len(arrivals) - len(outcome.end)
-                while waiting and waiting[0][0].at <= now and running != at_once:
+                while waiting and waiting[0][0].at <= now:
                     request, state = waiting.popleft()
                     arrivals[state.sequence.id] = request.at
                     engine.add(state, started + request.at)
-                    running += 1
                 if engine.idle:
                     started -= max(0.0, waiting[0][0].at - now)
                     continue

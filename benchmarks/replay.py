@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 from unittest.mock import patch
+
+import numpy as np
 
 from benchmarks.driver import Driver, DriverRequest, Outcome
 from benchmarks.llava import Checkpoint, prompt
@@ -23,9 +25,9 @@ from benchmarks.published_operators import OPERATORS, POLICY_OF_SYSTEM, use_oper
 from vlora.adapters.files import AdapterDescription, AdapterInfo
 from vlora.adapters.handle import AdapterHandle, AdapterState
 from vlora.config import Options
-from vlora.engine.cost import CostModel
+from vlora.engine.cost import CostModel, Part
 from vlora.engine.engine import Engine
-from vlora.engine.plan import StepPlan
+from vlora.engine.plan import Mode, StepPlan
 from vlora.engine.policies.base import Policy
 from vlora.engine.policies.registry import make_policy
 from vlora.engine.scheduler import Budgets, Scheduler
@@ -38,23 +40,42 @@ from vlora.model.inputs import text_prompt
 from vlora.request import Request
 from vlora.sampling import SamplingParams
 
+MODES = [mode.value for mode in Mode]
+
 
 @dataclass
 class Replay:
     """Times and counts of one replay, in seconds.
 
     outcome: times of the requests, from their arrival.
-    modes: total duration of the steps, by mode.
+    modes, mode_steps: total duration and number of the steps, by mode.
+    switch_seconds: total duration of the switches.
     errors: relative error of each step's predicted time; empty for a simulation.
-    adapter_share: share of the steps' total time that adapters cost; None for a measured replay.
+
+    Those of a simulation only:
+    adapter_share: share of the steps' total time that adapters cost.
+    longest_wait, wait_bound: longest time until a request was first in a step, and its bound
+        (decision 41).
+    underfilled_steps: number of steps with less than half of the requests that a full one would
+        have, and of the rows that it would compute per second.
     """
 
     outcome: Outcome = field(default_factory=Outcome)
     switches: int = 0
     merges: int = 0
+    switch_seconds: float = 0.0
     modes: dict[str, float] = field(default_factory=dict)
+    mode_steps: dict[str, int] = field(default_factory=dict)
     errors: Sequence[float] = ()
     adapter_share: float | None = None
+    longest_wait: float | None = None
+    wait_bound: float | None = None
+    underfilled_steps: int | None = None
+
+    @property
+    def busy(self) -> float:
+        """Seconds of all steps and switches."""
+        return sum(self.modes.values()) + self.switch_seconds
 
     @property
     def token_latency(self) -> float:
@@ -62,38 +83,40 @@ class Replay:
         return self.outcome.token_latency
 
     def as_row(self) -> dict[str, Any]:
+        steps = sum(self.mode_steps.values())
         return {
             "token_latency_ms": self.token_latency * 1e3,
-            "first_token_s": fmean(self.outcome.first),
-            "requests_per_s": len(self.outcome.end) / self.outcome.span,
+            "mean_s": fmean(self.outcome.end),
+            "p99_s": float(np.quantile(self.outcome.end, 0.99)),
+            "duration_s": self.outcome.span,
+            **{mode: self.mode_steps.get(mode, 0) / steps for mode in MODES},
             "switches": self.switches,
             "merges": self.merges,
-            "mode_s": self.modes,
+            "switch_s": self.switch_seconds,
+            "adapter_share": self.adapter_share,
+            "longest_wait_s": self.longest_wait,
+            "wait_bound_s": self.wait_bound,
+            "underfilled_steps": self.underfilled_steps,
             "prediction_error": median(self.errors) if self.errors else None,
         }
 
 
 class Simulation:
-    """Run of a trace in the time that the cost model predicts.
-
-    pages, block: number of KV pages, and number of tokens per page.
-    policy: returns the policy for the simulation's cost model.
-    """
+    """Run of a trace with a policy, under an engine's options, in predicted time."""
 
     def __init__(
         self,
         trace: Sequence[TracedRequest],
-        budgets: Budgets,
-        pages: int,
-        block: int,
+        options: Options,
         costs: CostModel,
-        policy: Callable[[CostModel], Policy],
     ) -> None:
         self._trace = trace
         self._costs = replace(costs, merged_slot=lambda: self._merged)
         self._free_costs = without_adapters(self._costs)
-        self._pool, self._block = PagePool(pages), block
-        self._scheduler = Scheduler(budgets, policy(self._costs))
+        self._block = options.block_size
+        self._pool = PagePool(options.kv_cache_tokens // options.block_size)
+        budgets = Budgets(options.max_num_seqs, options.max_num_batched_tokens)
+        self._scheduler = Scheduler(budgets, make_policy(options, self._costs))
         self._live = self._merged = BASE
         """Slots of the live adapter, and of the adapter whose merged weights exist. Switching to
         BASE keeps the merged weights.
@@ -101,7 +124,9 @@ class Simulation:
         self._now = 0.0
         self._adapter_seconds = 0.0
         self._output_lengths: dict[str, int] = {}
-        self._replay = Replay()
+        self._replay = Replay(longest_wait=0.0, underfilled_steps=0)
+        self._options = options
+        self._in_flight, self._longest_step = 0, 0.0  # Largest values so far.
 
     def run(self) -> Replay:
         index = 0
@@ -112,14 +137,48 @@ class Simulation:
             if self._scheduler.idle:
                 self._now = self._trace[index].at
                 continue
+            self._in_flight = max(self._in_flight, self._unfinished)
+            started = self._now
             plan = self._scheduler.schedule(self._now, self._live)
             assert plan.chunks, "the scheduler is not idle and its plan is empty"
             if plan.live != self._live:
                 self._switch(plan.live)
+            self._note_waits(plan)
             self._step(plan)
+            self._longest_step = max(self._longest_step, self._now - started)
+        self._replay.wait_bound = self._wait_bound()
         self._replay.adapter_share = self._adapter_seconds / sum(self._replay.modes.values())
         self._replay.outcome.span = self._now - self._trace[0].at
         return self._replay
+
+    @property
+    def _unfinished(self) -> int:
+        return len(self._scheduler.running) + len(self._scheduler.waiting)
+
+    def _wait_bound(self) -> float:
+        """Return the bound of decision 41 with the largest numbers of this run."""
+        options, rows = self._options, self._options.max_num_batched_tokens
+        batch = options.max_step_requests
+        steps = max(-(-batch * traced.prompt // rows) + traced.output for traced in self._trace)
+        # Policies with shorter steps need more of them.
+        full_step = self._costs.predict([Part(0, rows, 0, True)], BASE)
+        before = -(-self._in_flight // batch) * steps + 1
+        return options.max_wait_seconds + before * max(self._longest_step, full_step)
+
+    def _note_waits(self, plan: StepPlan) -> None:
+        """Note how long the requests of a step waited if they are new, and whether it is full."""
+        running = {sequence.id: sequence for sequence in self._scheduler.running}
+        chosen = [running.pop(chunk.sequence_id) for chunk in plan.chunks]
+        waits = [self._now - sequence.arrival for sequence in chosen if not sequence.computed]
+        replay = self._replay
+        replay.longest_wait = max(replay.longest_wait or 0.0, *waits, 0.0)
+        most = self._options.max_step_requests
+        others = [*running.values(), *self._scheduler.waiting][: most - len(chosen)]
+        if len(chosen) < len(others):
+            possible = plan.rows + sum(sequence.missing for sequence in others)
+            possible = min(possible, self._options.max_num_batched_tokens)
+            rates = [rows / self._costs.products(rows, 1) for rows in (plan.rows, possible)]
+            replay.underfilled_steps = (replay.underfilled_steps or 0) + (2 * rates[0] < rates[1])
 
     def _add(self, request_id: str, traced: TracedRequest) -> None:
         params = SamplingParams(max_tokens=traced.limit)
@@ -138,6 +197,7 @@ class Simulation:
         seconds = self._costs.switch(self._live, live)
         self._replay.switches += 1
         self._replay.merges += live not in (BASE, self._merged)
+        self._replay.switch_seconds += seconds
         self._now += seconds
         self._live = live
         if live != BASE:
@@ -150,6 +210,7 @@ class Simulation:
         self._adapter_seconds += seconds - self._free_costs.predict(plan.parts, live)
         mode = plan.mode.value
         replay.modes[mode] = replay.modes.get(mode, 0.0) + seconds
+        replay.mode_steps[mode] = replay.mode_steps.get(mode, 0) + 1
         running = {sequence.id: sequence for sequence in self._scheduler.running}
         for chunk in plan.chunks:
             sequence = running[chunk.sequence_id]
@@ -203,14 +264,15 @@ class PolicyEngine:
         self._sizes = [costs.sizes(slot) for slot in slots]
         self._mergeable = [costs.can_merge(slot) for slot in slots]
 
-    def measure(self, name: str, trace: Sequence[TracedRequest]) -> Replay:
+    def measure(self, name: str, trace: Sequence[TracedRequest], **options: Any) -> Replay:
         """Replay a trace in real time with a policy, or with a system's policy and operator."""
+        used = self.options_of(name, **options)
         if name not in OPERATORS:
-            return self._measure(self._policy(name), trace)
+            return self._measure(make_policy(used, self.engine.costs), trace)
         # The cost model of our operator must not learn from the times of another operator.
         costs = fork(self.engine.costs)
         with use_operator(OPERATORS[name]), patch.object(self.engine, "costs", costs):
-            return self._measure(self._policy(name, costs), trace)
+            return self._measure(make_policy(used, costs), trace)
 
     def _measure(self, policy: Policy, trace: Sequence[TracedRequest]) -> Replay:
         engine, names = self.engine, self.checkpoint.adapter_names
@@ -230,41 +292,27 @@ class PolicyEngine:
         outcome = self._driver.run(requests)
         assert not outcome.failed
         after = engine.stats()
-        modes = {
-            mode: seconds - before.mode_seconds.get(mode, 0.0)
-            for mode, seconds in after.mode_seconds.items()
-        }
         errors = list(engine.costs.corrections.errors)[before.steps - after.steps :]
-        switches, merges = after.switches - before.switches, after.merges - before.merges
-        return Replay(outcome, switches, merges, modes, errors)
-
-    def simulate(
-        self, name: str, trace: Sequence[TracedRequest], *, free_adapters: bool = False
-    ) -> Replay:
-        """Replay a trace in simulated time.
-
-        free_adapters: whether adapters cost nothing. The result then bounds the gain of any choice
-            of modes.
-        """
-        options = self.options
-        costs = replace(
-            self.engine.costs,
-            sizes=self._sizes.__getitem__,
-            can_merge=self._mergeable.__getitem__,
+        return Replay(
+            outcome,
+            after.switches - before.switches,
+            after.merges - before.merges,
+            after.switch_seconds - before.switch_seconds,
+            _growth(before.mode_seconds, after.mode_seconds),
+            _growth(before.mode_steps, after.mode_steps),
+            errors,
         )
-        if free_adapters:
-            costs = without_adapters(costs)
-        count = len(self.checkpoint.adapter_names)
-        trace = [replace(traced, adapter=traced.adapter % count) for traced in trace]
-        return Simulation(
-            trace,
-            Budgets(options.max_num_seqs, options.max_num_batched_tokens),
-            options.kv_cache_tokens // options.block_size,
-            options.block_size,
-            costs,
-            lambda simulated_costs: self._policy(name, simulated_costs),
-        ).run()
 
-    def _policy(self, name: str, costs: CostModel | None = None) -> Policy:
-        policy = POLICY_OF_SYSTEM.get(name, name)
-        return make_policy(replace(self.options, policy=policy), costs or self.engine.costs)
+    def simulate(self, name: str, trace: Sequence[TracedRequest], **options: Any) -> Replay:
+        """Replay a trace in simulated time."""
+        sizes, mergeable = self._sizes.__getitem__, self._mergeable.__getitem__
+        costs = replace(self.engine.costs, sizes=sizes, can_merge=mergeable)
+        return Simulation(trace, self.options_of(name, **options), costs).run()
+
+    def options_of(self, name: str, **options: Any) -> Options:
+        """Return the engine's options with the policy of a system or of this name, and others."""
+        return replace(self.options, policy=POLICY_OF_SYSTEM.get(name, name), **options)
+
+
+def _growth(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value - before.get(key, 0) for key, value in after.items()}

@@ -92,8 +92,7 @@ class Options:
     max_num_batched_tokens: int = 1024
     max_batch_requests: int | None = None
     policy: str = "unmerge_only"
-    theta_min: float = 1.0
-    theta_factor: float = 4.0
+    theta_steps: float = 4.0
     max_wait_seconds: float = 30.0
     throughput_loss: float = 0.1
     deterministic: bool = False

@@ -47,7 +47,6 @@ def options(checkpoint: Path, adapters_dir: Path) -> Options:
         max_num_batched_tokens=40,
         block_size=4,
         kv_cache_tokens=400,
-        theta_min=0.01,
     )
 
 
@@ -103,7 +102,7 @@ def test_the_time_of_a_step_starts_at_the_end_of_the_step_before(options: Option
     All time of a busy engine must be counted except for the switches, and no time of an idle one.
     """
     ticks = itertools.count()
-    engine = Engine(replace(options, policy="credit"), clock=lambda: float(next(ticks)))
+    engine = Engine(replace(options, policy="paper"), clock=lambda: float(next(ticks)))
     spent = 0.0
     for round in range(2):
         for item in batch(engine):
@@ -120,13 +119,13 @@ def test_the_time_of_a_step_starts_at_the_end_of_the_step_before(options: Option
 
 
 @pytest.mark.parametrize(
-    ("policy", "captured"), [("unmerge_only", False), ("credit", False), ("credit", True)]
+    ("policy", "captured"), [("unmerge_only", False), ("paper", False), ("paper", True)]
 )
 def test_a_step_neither_copies_its_statistics_nor_learns_what_no_policy_reads_or_a_capture_took(
     options: Options, policy: str, captured: bool
 ) -> None:
     engine = Engine(replace(options, policy=policy))
-    forward, learns = engine._runner.forward, policy == "credit" and not captured
+    forward, learns = engine._runner.forward, policy == "paper" and not captured
 
     def forward_or_capture(*parts: Any) -> StepResult:
         result = forward(*parts)

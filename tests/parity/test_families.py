@@ -7,6 +7,11 @@ unmerged steps, preemption, and reuse of prefixes.
 from __future__ import annotations
 
 import json
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +19,8 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.support.engine_client import run_questions
+from benchmarks import baseline_policies
+from tests.support.engine_client import request, run_questions
 from tests.support.families import (
     ADAPTERS,
     FAMILY_NAMES,
@@ -22,9 +28,10 @@ from tests.support.families import (
     Family,
     OracleFamily,
 )
+from tests.support.many_adapters import update
 from tests.support.modes import drive
 from tests.support.oracle import NEAR_TIE
-from vlora.config import Options
+from vlora.config import POLICIES, Options
 from vlora.engine.engine import Engine
 from vlora.errors import InvalidArgument
 from vlora.ids import BASE, NO_IMAGE
@@ -37,7 +44,10 @@ from vlora.vision.chat_template import ChatTemplate
 from vlora.vision.images import DecodedImage, PictureSize
 from vlora.vision.prompts import render
 
+baseline_policies.register()
+
 MAX_TOKENS = 24
+Answers = dict[str, list[int]]
 CLIPS = (2, 8)
 """Questions about a clip. The second clip begins with the first two frames of the first."""
 
@@ -65,6 +75,13 @@ def questions(family: OracleFamily) -> list[tuple[str, list[DecodedImage], str |
         prompt = render("vqa", f"{marks}what is shown in {number}?", stills, frames, template)
         drawn.append((prompt, images, (None, *ADAPTERS)[number % 3 if number != 7 else 0]))
     return drawn
+
+
+def longest_prompt(family: OracleFamily, prompts: list[str], features: list[ImageFeatures]) -> int:
+    """Return the largest number of tokens of these prompts with their images."""
+    reader = PromptReader(family.checkpoint, load_config(family.checkpoint))
+    pairs = zip(prompts, features, strict=True)
+    return max(len(reader.read(prompt, own).ids) for prompt, own in pairs)
 
 
 @pytest.mark.parametrize("stills", [1, 2])
@@ -103,10 +120,7 @@ def test_answers_equal_those_of_the_oracle(family: OracleFamily, mode: str) -> N
         ImageFeatures(encoded.features, encoded.layout)
         for encoded in family.service.run([images for _, images, _ in asked])
     ]
-    reader = PromptReader(family.checkpoint, load_config(family.checkpoint))
-    longest = max(
-        len(reader.read(prompt, own).ids) for (prompt, *_), own in zip(asked, features, strict=True)
-    )
+    longest = longest_prompt(family, [prompt for prompt, *_ in asked], features)
     engine = Engine(
         Options(
             model=family.checkpoint,
@@ -131,6 +145,96 @@ def test_answers_equal_those_of_the_oracle(family: OracleFamily, mode: str) -> N
         answer = answers[str(number)]
         assert len(answer) == MAX_TOKENS
         assert family.gap(prompt, images, adapter, answer) <= NEAR_TIE, number
+
+
+@pytest.fixture(scope="module")
+def served(family: OracleFamily, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the family's adapters and an activated one, which the oracle knows."""
+    folder, own = tmp_path_factory.mktemp("served"), family.adapters
+    family.adapters = folder
+    invocation = family.tokenizer(questions(family)[0][0], add_special_tokens=False)["input_ids"]
+    family.add_kinds(invocation[-2:])
+    family.adapters = own
+    shutil.rmtree(folder / "rslora")
+    shutil.copytree(own, folder, dirs_exist_ok=True)
+    return folder
+
+
+def run_with_a_change(engine: Engine, asked: list[Request], change: Callable[[], None]) -> Answers:
+    """Return the tokens of greedy answers by request id. The last three requests arrive after a
+    change, which is made once the first request has a token."""
+    answers: Answers = defaultdict(list)
+
+    def add(requests: list[Request]) -> None:
+        for item in requests:
+            engine.add(engine.prepare(item), time.monotonic())
+
+    def step() -> None:
+        for output in engine.step():
+            assert output.error is None
+            answers[output.request_id] += output.token_ids
+        if engine.stalled:
+            engine.adapters.finish()
+
+    add(asked[:-3])
+    while not answers["0"]:
+        step()
+    change()
+    add(asked[-3:])
+    while not engine.idle:
+        step()
+    return answers
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("family", ["llava", "llava_onevision", "qwen2_vl"], indirect=True)
+def test_answers_under_every_policy_equal_those_of_the_oracle(
+    family: OracleFamily, served: Path, policy: str, tmp_path: Path
+) -> None:
+    """Preempt requests, and replace the second adapter by the first once a request uses it."""
+    first, second = ADAPTERS
+    used = (second, first, first, "activated", first, None, second, first, first)
+    asked = [(*question[:2], name) for question, name in zip(questions(family), used, strict=True)]
+    features = [
+        ImageFeatures(encoded.features, encoded.layout)
+        for encoded in family.service.run([images for _, images, _ in asked])
+    ]
+    longest = longest_prompt(family, [prompt for prompt, *_ in asked], features)
+    root = shutil.copytree(served, tmp_path / "adapters")
+    engine = Engine(
+        Options(
+            model=family.checkpoint,
+            adapters=root,
+            policy=policy,
+            max_num_seqs=6,
+            max_batch_requests=4,
+            max_num_batched_tokens=64,
+            block_size=4,
+            kv_cache_tokens=longest + 2 * MAX_TOKENS,
+        )
+    )
+
+    # With costs of large adapters, `predictive` merges too.
+    engine.costs.use(replace(engine.costs.profile, lora_calls=1e-2, merge=(1e-3, 0.0)))
+    requests = [
+        request(str(number), MAX_TOKENS, prompt=prompt, adapter=adapter, images=own)
+        for number, ((prompt, _, adapter), own) in enumerate(zip(asked, features, strict=True))
+    ]
+
+    def replace_second() -> None:
+        shutil.rmtree(root / second)
+        shutil.copytree(served / first, root / second)
+        update(engine, root)
+
+    answers = run_with_a_change(engine, requests, replace_second)
+    stats = engine.stats()
+    assert stats.preemptions > 0
+    assert (stats.merges > 0) == (policy != "unmerge_only")
+    for number, (prompt, images, adapter) in enumerate(asked):
+        answer = answers[str(number)]
+        assert len(answer) == MAX_TOKENS
+        known = first if number == 6 else adapter
+        assert family.gap(prompt, images, known, answer) <= NEAR_TIE, number
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl"], indirect=True)

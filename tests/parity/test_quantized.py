@@ -158,7 +158,7 @@ def test_an_adapter_of_the_lm_head_acts_on_its_quantized_weight(
     assert "differs from the base model's own lm_head" in str(engine.adapters.table.broken["head"])
 
 
-@pytest.mark.parametrize("policy", ["unmerge_only", "predictive", "credit"])
+@pytest.mark.parametrize("policy", ["unmerge_only", "predictive", "paper"])
 def test_no_adapter_is_merged_into_quantized_weights(
     policy: str, checkpoint: Path, adapters_dir: Path
 ) -> None:

@@ -31,7 +31,7 @@ from vlora.model.runner import StepResult
 from vlora.request import Output, Request
 from vlora.sampling import SamplingParams
 
-BOUNDED = ("unmerge_only", "credit", "predictive")
+BOUNDED = ("unmerge_only", "paper", "predictive")
 """Policies that bound the wait of requests (decision 41)."""
 IDLE_SECONDS = 0.05
 """Seconds that pass while nothing can be computed."""
@@ -128,7 +128,6 @@ def draw_engine(
         max_batch_requests=draw.choice([None, draw.randint(1, sequences)]),
         max_num_batched_tokens=rows,
         max_wait_seconds=draw.choice([0.5, 2.0, 5.0]),
-        theta_min=0.3,
         adapter_pool_bytes="auto" if plentiful else 0 if rare else draw.choice([0, 540_000, 10**6]),
         merging=draw.choice(["out_of_place", "out_of_place", "in_place", "off"]),
         enable_prefix_caching=draw.random() < 0.5,

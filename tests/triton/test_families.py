@@ -111,7 +111,7 @@ def served(
         model=family.checkpoint,
         adapters=family.adapters,
         model_json={
-            "policy": "credit",
+            "policy": "paper",
             # Every request counts as starved, so only the adapters of the requests choose the mode.
             "max_wait_seconds": 1e-9,
             "max_num_seqs": len(questions),

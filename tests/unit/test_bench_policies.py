@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +13,30 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks import llava
-from benchmarks.frame import GRIDS, command_line
+from benchmarks.frame import GRIDS, Row, command_line
 from benchmarks.policies import (
-    BASELINES,
+    FCFS,
+    FIGURES,
+    Case,
+    ChipEngine,
     Policies,
-    closed_loop,
-    jobs_of,
-    means_over_seeds,
+    by_policy,
+    drawn_case,
+    errors,
     summarize,
+    timed_trace,
 )
 from benchmarks.published_operators import OPERATORS
 from benchmarks.replay import Replay, Simulation
-from benchmarks.simulated_chips import drawn_case, figures
 from vlora.atmm import op
 from vlora.atmm.groups import LoraGroup
 from vlora.atmm.types import LoraPair, Segment
 from vlora.config import Options
 from vlora.engine.cost import AdapterSize, CostModel, Profile
-from vlora.engine.policies.registry import make_policy
-from vlora.engine.scheduler import Budgets
 from vlora.load.trace import TracedRequest, Workload
 
+GRID = json.loads((GRIDS / "policies.json").read_text())
+OWN_POLICIES = (FCFS, "predictive", "paper")
 TINY = llava.tiny(llava.Sizes(layers=2, kv_heads=16, context=512))
 
 
@@ -61,9 +65,7 @@ def costs() -> CostModel:
 
 
 def replay(policy: str, trace: list[TracedRequest]) -> Replay:
-    options = Options(policy=policy)
-    budgets = Budgets(options.max_num_seqs, options.max_num_batched_tokens)
-    return Simulation(trace, budgets, 2048, 16, costs(), lambda c: make_policy(options, c)).run()
+    return Simulation(trace, Options(policy=policy), costs()).run()
 
 
 def test_simulated_time_is_that_of_the_cost_model() -> None:
@@ -84,23 +86,29 @@ def test_simulated_time_is_that_of_the_cost_model() -> None:
 def test_the_predictive_policy_is_no_slower_than_any_baseline_in_simulation(
     application: Any,
 ) -> None:
-    work = Workload(application, 0.6, 16, scale=1 / 8 if application == "retrieval" else 1 / 64)
+    work = Workload(application, 0.6, 16, scale=1 / 8 if application == "retrieval" else 1 / 16)
     for rate in (1.0, 3.0):
         trace = work.trace(1, rate, 30)
         ours = replay("predictive", trace)
         assert len(ours.outcome.end) == 30
-        for baseline in BASELINES:
+        for baseline in (FCFS, "merge_only", "dlora"):
             assert ours.token_latency < 1.03 * replay(baseline, trace).token_latency
 
 
 @pytest.mark.parametrize("seed", range(16))
-def test_no_drawn_trace_is_slower_with_the_predictive_policy_than_first_come_first_served(
+def test_drawn_traces_have_full_steps_bounded_waits_and_are_no_slower_with_predictive(
     seed: int,
 ) -> None:
-    case = drawn_case(seed, 64)
-    theirs, ours = (figures(case.run(name)) for name in ("unmerge_only", "predictive"))
-    for own, other, bar in zip(ours, theirs, (1.02, 1.05, 1.05), strict=True):
-        assert own <= bar * other
+    case = drawn_case(seed, 64, GRID)
+    engine = ChipEngine(case)
+    trace = timed_trace(case, engine)
+    rows = {name: engine.simulate(name, trace, **case.options).as_row() for name in OWN_POLICIES}
+    for key, bar in zip(FIGURES, (1.02, 1.05, 1.05), strict=True):
+        assert rows["predictive"][f"{key}_s"] <= bar * rows[FCFS][f"{key}_s"]
+    for name, own in rows.items():
+        assert own["longest_wait_s"] <= own["wait_bound_s"], name
+        assert own["underfilled_steps"] == 0, name
+    assert engine.simulate("merge_only", trace, **case.options).underfilled_steps
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.2)])
@@ -126,137 +134,83 @@ def test_the_operators_of_other_systems_compute_what_atmm_computes(
     torch.testing.assert_close(y, expected, rtol=tolerance / 10, atol=tolerance)
 
 
-def simulated_again(policy: str, latency: float) -> dict[str, Any]:
-    figures = {"free_adapters_ms": latency * 0.9, "adapter_share": 0.08}
-    return measured(policy, latency) | {"kind": "simulated again"} | figures
+def row(policy: str, seed: int = 1, mean: float = 1.0, merged: float = 0.0, **more: Any) -> Row:
+    times = {"mean_s": mean, "p99_s": 2 * mean, "duration_s": 9.0}
+    modes = {"merged": merged, "mixture": merged / 2, "unmerged": 1 - 1.5 * merged}
+    at = {"chip": "this machine", "seed": seed, "skew": 0.6, "switches": 3}
+    at |= {"switch_s": 0.1, "adapter_share": 0.08, "wait_bound_s": None}
+    return {"policy": policy, **at, **times, **modes, **more}
 
 
-def measured(policy: str, latency: float, **more: Any) -> dict[str, Any]:
-    at = {"application": "retrieval", "adapters": 16, "arrivals": "poisson"}
-    at |= {"skew": 0.6, "load": 0.8, "seed": 1} | more
-    figures = {"token_latency_ms": latency, "simulated_ms": latency, "prediction_error": 0.05}
-    return {"kind": "measured", "policy": policy, **at, **figures}
-
-
-def test_ratios_compare_the_same_traces_and_the_worst_is_over_all_settings() -> None:
+def test_policies_are_compared_on_the_same_traces_where_they_merged() -> None:
     rows = [
-        *(measured("predictive", 9.0), measured("unmerge_only", 10.0), measured("dlora", 12.0)),
-        *(measured("predictive", 8.0, seed=2), measured("unmerge_only", 10.0, seed=2)),
-        *(measured("predictive", 5.0, skew=0.4), measured("merge_only", 4.0, skew=0.4)),
-        measured("punica", 18.0),
-        *(simulated_again("predictive", 8.5), simulated_again("unmerge_only", 10.0)),
+        *(row("unmerge_only", seed, mean) for seed, mean in ((1, 1.0), (2, 2.0), (3, 4.0))),
+        *(row("unmerge_only again", 1, 1.1), row("dlora", 1, 9.0, 0.01), row("punica", 1, 5.0)),
+        *(row("paper", 1, 0.5, 0.4), row("paper", 2, 4.0, 0.4, skew=0.4)),
+        row("paper", 3, 40.0, 0.01),
     ]
+    found = {made["policy"]: made for made in by_policy(rows)}
+    assert (found["paper"]["traces"], found["paper"]["exercised_in"]) == (3, 2)
+    assert found["paper"]["mean"] == pytest.approx((0.5 * 2.0) ** 0.5)
+    assert (found["paper"]["mean_if_hot"], found["paper"]["worst_p99"]) == (0.5, 10.0)
+    assert found["paper"]["merged"] == pytest.approx(0.27)
+    assert (found["dlora"]["mean"], found["dlora"]["worst_mean"]) == ("not exercised", 9.0)
+    assert found["punica"]["worst_mean"] == 5.0
     summary = summarize(rows)
-    assert summary["vs_unmerge_only"] == pytest.approx((0.9 * 0.8) ** 0.5, abs=1e-4)
-    expected = {
-        "vs_dlora": 0.75,
-        "vs_own_operators": 0.5,
-        "worst_vs_best_baseline": 1.25,
-        "simulated_worst_vs_best_baseline": 0.85,
-        "level_vs_unmerge_only": 0.85,  # each measured latency equals its simulation
-        "step_prediction_median_error": 0.05,
-        "simulation_median_error": 0.0,
-        "adapter_share": 0.08,
-        "most_to_win": 0.9,
-    }
-    assert {key: summary[key] for key in expected} == pytest.approx(expected)
-    assert summary["vs_merge_only"] is None
+    assert summary["paper_share_with_all_modes"] == pytest.approx(2 / 3)
+    assert (summary["noise_floor"], summary["adapter_share"]) == pytest.approx((0.1, 0.08))
 
 
-def test_closed_loops_are_compared_round_by_round() -> None:
-    rates = {"unmerge_only": (30.0, 15.0, 30.0), "predictive": (27.0, 15.0, 33.0)}
+def test_a_simulation_is_compared_with_its_replay() -> None:
     rows = [
-        {"kind": "closed loop", "policy": policy, "round": number, "requests_per_s": rate}
-        for policy, by_round in rates.items()
-        for number, rate in enumerate(by_round)
+        *(row("unmerge_only", seed, 2.0, simulated_s=s) for seed, s in ((1, 2.2), (2, 2.0))),
+        row("paper", 1, 2.0, simulated_s=1.0),
     ]
-    assert summarize(rows)["closed_loop_vs_unmerge_only"] == 1.0
-    assert summarize(rows[:3])["closed_loop_vs_unmerge_only"] is None
-
-
-def test_a_closed_loop_keeps_the_number_of_concurrent_requests_on_the_demo_checkpoint() -> None:
-    grid = {"count": 9, "at_once": 4, "tokens": 3, "adapters": 2}
-    (row,) = closed_loop(grid | {"policies": ["unmerge_only"], "rounds": 1})
-    assert row["policy"] == "unmerge_only"
-    assert row["requests_per_s"] > 0
-    assert row["rows_per_step"] > 3
-
-
-def test_the_table_compares_each_policy_with_first_come_first_served() -> None:
-    rows = [measured("unmerge_only", 10.0), measured("predictive", 9.5), measured("credit", 11.0)]
-    rows += [measured("unmerge_only", 30.0, seed=2), measured("credit", 33.0, seed=2)]
-    means = {row["policy"]: row for row in means_over_seeds(rows)}
-    assert means["predictive"]["over"] == pytest.approx(0.95)
-    assert means["credit"]["over"] == pytest.approx(1.1)
-    assert means["credit"]["token_latency_ms"] == 22.0
-
-
-def test_every_setting_is_measured_before_another_seed() -> None:
-    jobs = jobs_of(json.loads((GRIDS / "policies.json").read_text()))
-    measured = [job for job in jobs if job["kind"] == "measured"]
-    seeds = [job["seed"] for job in measured]
-    assert seeds == sorted(seeds)
-    first = {}
-    for job in measured:
-        first.setdefault((job["seed"], job["application"], job["load"], job["skew"]), job["policy"])
-    assert len([key for key in first if key[0] == 1]) == 18
-    assert len(set(first.values())) >= 4, "another policy comes first in each trace"
-    assert {job["load"] for job in measured if job["policy"] == "slora"} == {0.8}
+    found = {made["policy"]: made["largest_error"] for made in errors(rows)}
+    assert found == pytest.approx({"unmerge_only": 0.1, "paper": 0.5, "all": 0.5})
+    assert summarize(rows)["simulation_median_error"] == pytest.approx(0.1)
 
 
 def test_a_run_that_is_interrupted_keeps_its_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(self: Policies, job: object) -> Iterator[dict[str, Any]]:
-        yield {"kind": "capacity", "application": "retrieval", "requests_per_s": 2.0}
+    def interrupted(self: Policies, case: Case) -> Iterator[Row]:
+        yield asdict(case) | row("unmerge_only", case.seed)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Policies, "measure", interrupted)
     out = tmp_path / "out.json"
-    result = CliRunner().invoke(command_line("policies"), ["--json", str(out)])
+    command = ["--json", str(out), "--replays", "0", "--simulations", "2"]
+    result = CliRunner().invoke(command_line("policies"), command)
     assert result.exit_code == 0, result.output
-    assert [row["requests_per_s"] for row in json.loads(out.read_text())["rows"]] == [2.0]
+    assert [row["policy"] for row in json.loads(out.read_text())["rows"]] == ["unmerge_only"]
 
 
-def test_a_run_continues_where_a_former_run_ended_and_keeps_its_rows(
+def test_a_run_replays_a_bounded_number_of_traces_and_a_later_one_continues_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(llava, "MODELS", {"tiny": TINY})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    values = json.loads((GRIDS / "policies.json").read_text())
-    values |= values["quick"] | {"model": "tiny", "capacity_count": 3}
-    values["own"] = {"policies": ["punica"], "seeds": [1], "at": {"load": 0.8, "skew": 0.6}}
-    values["few"] = {"policies": ["unmerge_only", "paper"], "seeds": [1], "adapters": 2}
-    values["closed"] = None
-    values["workloads"] = [{"application": "retrieval", "scale": 0.02, "count": 4}]
-    values["simulated"] |= {"count": 4}
+    values = GRID | {"model": "tiny", "count": 4, "scale": 1 / 50}
+    values["own"] = {"policies": ["punica"], "replays": 1}
     grid, out = tmp_path / "grid.json", tmp_path / "out.json"
-    grid.write_text(json.dumps(values | {"quick": {}}))
-    command = [
-        "--grid",
-        str(grid),
-        "--json",
-        str(out),
-        "--root",
-        str(tmp_path / "made"),
-    ]
-    first = CliRunner().invoke(command_line("policies"), [*command, "--minutes", "0"])
-    assert first.exit_code == 0, first.output
-    assert [row["kind"] for row in json.loads(out.read_text())["rows"]] == ["capacity"]
-    second = CliRunner().invoke(
-        command_line("policies"), [*command, "--plot", str(tmp_path / "plots")]
-    )
-    assert second.exit_code == 0, second.output
+    grid.write_text(json.dumps(values))
+    files = ["--grid", str(grid), "--json", str(out), "--root", str(tmp_path / "made")]
+    command = [*files, "--seed", "3", "--simulations", "1", "--plot", str(tmp_path / "plots")]
+    for replays in ("1", "2"):
+        result = CliRunner().invoke(command_line("policies"), [*command, "--replays", replays])
+        assert result.exit_code == 0, result.output
+        assert "1 traces to replay take about" in result.output
+        assert " switches in " in result.output
     written = json.loads(out.read_text())
-    done = {row["policy"] for row in written["rows"] if row["kind"] == "measured"}
-    assert done == {*BASELINES, "predictive", "credit", "punica"}
-    kinds = [row["kind"] for row in written["rows"]]
-    assert set(kinds) == {"capacity", "measured", "few adapters", "simulated again", "simulated"}
-    assert kinds.count("few adapters") == 2
-    keys = ("vs_dlora", "vs_own_operators", "worst_vs_best_baseline", "adapter_share")
-    assert all(written["summary"][key] > 0 for key in keys)
+    replayed = [r for r in written["rows"] if r["chip"] == "this machine"]
+    assert [r["seed"] for r in replayed] == [3] * 7 + [4] * 6
+    assert {r["policy"] for r in replayed} == {*GRID["policies"], "punica"}
+    assert all(r["simulated_s"] > 0 for r in replayed if r["policy"] != "punica")
+    assert len(written["rows"]) == len(replayed) + 5
+    assert written["summary"]["noise_floor"] > 0
     drawn = {path.name for path in (tmp_path / "plots").iterdir()}
-    assert {f"figure-{n}.png" for n in ("19-policies", "21-two-adapters", "22-systems")} <= drawn
-    third = CliRunner().invoke(command_line("policies"), [*command, "--dtype", "fp32"])
-    assert third.exit_code != 0
-    assert "other conditions" in third.output
+    assert drawn == {"replayed.png", "simulated.png", "modes.png"}
+    result = CliRunner().invoke(command_line("policies"), [*files, "--dtype", "fp32"])
+    assert result.exit_code != 0
+    assert "other conditions" in result.output

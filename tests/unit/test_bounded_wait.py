@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.policy_costs import FixedCosts
 from vlora.engine.policies.base import Candidate, Policy
-from vlora.engine.policies.credit import CreditPolicy
+from vlora.engine.policies.paper import PaperPolicy
 from vlora.engine.policies.predictive import Predictive
 from vlora.engine.policies.unmerge_only import UnmergeOnly
 from vlora.ids import BASE
@@ -64,7 +64,7 @@ def run_step(policy: Policy, requests: tuple[Pending, ...], live: int) -> State:
 
 POLICIES = {
     "unmerge_only": lambda batch: UnmergeOnly(batch, MAX_WAIT),
-    "credit": lambda batch: CreditPolicy(batch, 0.5, 4.0, MAX_WAIT, FixedCosts()),
+    "paper": lambda batch: PaperPolicy(batch, 60.0, MAX_WAIT, FixedCosts()),
     "predictive": lambda batch: Predictive(batch, 100, MAX_WAIT, 0.1, FixedCosts()),
 }
 

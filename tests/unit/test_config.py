@@ -76,16 +76,16 @@ def test_folders_of_an_options_file_start_at_its_folder(tmp_path: Path) -> None:
 
 
 def test_a_setting_is_json_or_text_and_names_its_key_if_it_is_wrong(tmp_path: Path) -> None:
-    given = ["max_num_seqs=8", "policy=credit", 'limits={"max_images": 2}', "max_model_len=null"]
+    given = ["max_num_seqs=8", "policy=paper", 'limits={"max_images": 2}', "max_model_len=null"]
     limits = {"max_images": 2}
-    keys = {"max_num_seqs": 8, "policy": "credit", "limits": limits, "max_model_len": None}
+    keys = {"max_num_seqs": 8, "policy": "paper", "limits": limits, "max_model_len": None}
     assert read_settings(given) == keys
     assert read_settings(["adapters=a"]) == {"adapters": str(Path.cwd() / "a")}
     for wrong, message in (
         ("max_num_seqs", "--set must have the form KEY=VALUE, not 'max_num_seqs'"),
         ("max_num_seq=8", "--set: unknown key 'max_num_seq'; did you mean 'max_num_seqs'"),
         ('max_num_seqs=8, "block_size": 2', "'max_num_seqs' must be a positive whole number"),
-        ("theta_min=NaN", "'theta_min' must be a positive number"),
+        ("theta_steps=NaN", "'theta_steps' must be a positive number"),
         ("pinned_adapters=a", "'pinned_adapters' must be a list of names, not \"a\""),
         ('pinned_adapters=["a", 1]', "'pinned_adapters' must be a list of names, not [\"a\", 1]"),
     ):
@@ -100,8 +100,8 @@ def test_errors_of_a_file_of_options_name_it_and_those_of_combined_files_both(
     file.write_text(json.dumps({"model": "m", "quantization": "int8"}))
     with pytest.raises(InvalidArgument, match=r"model\.json with .*options\.json: 'merging'"):
         load_options(file, {}, {"merging": "in_place"}, replacing_from)
-    replacing_from.write_text(json.dumps({"policy": "credits"}))
-    with pytest.raises(InvalidArgument, match=r"options\.json: 'policy' = 'credits' is unknown"):
+    replacing_from.write_text(json.dumps({"policy": "papers"}))
+    with pytest.raises(InvalidArgument, match=r"options\.json: 'policy' = 'papers' is unknown"):
         load_replacing(replacing_from)
 
 

@@ -103,7 +103,7 @@ def test_the_encoder_computes_on_its_device_on_any_thread(checkpoint: Path) -> N
 
 def test_memory_for_the_factors_of_two_merges_is_kept(options: Options) -> None:
     with fake_gpu() as gpu:
-        engine = Engine(replace(options, policy="credit"))
+        engine = Engine(replace(options, policy="paper"))
         factors = merge_factor_bytes(engine.adapters)
         largest = sorted(
             sum(
@@ -114,7 +114,7 @@ def test_memory_for_the_factors_of_two_merges_is_kept(options: Options) -> None:
         )[-2:]
         assert sum(largest) <= factors < sum(largest) + 10_000
         gpu.memory = left = 1 << 30
-        engine = Engine(replace(options, policy="credit"))
+        engine = Engine(replace(options, policy="paper"))
         assert engine.switcher.memory == left - factors
         # Preparing a merge copies A and B, so only those of the last merge and of this one stay.
         for slot in sorted(engine.adapters.resident)[:3]:

@@ -40,6 +40,7 @@ from vlora.offline.premerge import (
     BASE_ADAPTER,
     REPORT,
     choose_hot,
+    premerged_adapter,
     read_request_log,
     work_after_merge,
 )
@@ -444,6 +445,8 @@ def test_one_broken_adapter_is_left_out_and_reported(
     assert report["deltas"]["attention-r4"] == {"rank": 12}
     written = {path.name for path in (out / "adapters").iterdir()}
     assert written == {*report["deltas"], "head-r8"}
+    assert premerged_adapter(out / "model", out / "adapters") == "head-r8"
+    assert premerged_adapter(out / "model", root) is None
     head = Path("head-r8", "head.safetensors")
     assert (out / "adapters" / head).read_bytes() == (root / head).read_bytes()
 

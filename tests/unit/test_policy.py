@@ -1,4 +1,4 @@
-"""Tests of the policies: Algorithm 1, our departures from it, and other policies."""
+"""Tests of the policies: Algorithm 1 of the paper, and other policies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from tests.support.policy_costs import STEP_SECONDS, SWITCH_SECONDS, FixedCosts
 from vlora.config import POLICIES, Options
 from vlora.engine.cost import AdapterSize, CostModel, guess
 from vlora.engine.policies.base import Candidate, Choice, Policy
-from vlora.engine.policies.credit import CreditPolicy
 from vlora.engine.policies.paper import PaperPolicy
 from vlora.engine.policies.predictive import CHUNK_ROWS, Predictive
 from vlora.engine.policies.registry import make_policy
@@ -33,15 +32,9 @@ def decision(choice: Choice) -> tuple[list[str], int]:
     return [r.id for r in choice.order], choice.live
 
 
-SHORT_WAIT, LONG_WAIT = 0.5, 2.0
-"""Waits in seconds below and above θ = 1: only the second one starves."""
-PAPER = PaperPolicy(4, 1.0, FixedCosts())
-
-
-def credit(
-    theta_factor: float = 0.0, max_wait: float = math.inf, max_batch: int = 4
-) -> CreditPolicy:
-    return CreditPolicy(max_batch, 1.0, theta_factor, max_wait, FixedCosts())
+SHORT_WAIT, LONG_WAIT = 0.1, 2.0
+"""Waits in seconds below and above θ of PAPER, which is 0.4 to 1.2: only the second one starves."""
+PAPER = PaperPolicy(4, 40.0, math.inf, FixedCosts())
 
 
 def choose(policy: Policy, ready: list[Candidate], live: int = BASE) -> tuple[list[str], int]:
@@ -90,55 +83,56 @@ def test_starved_requests_are_cut_at_maxbs() -> None:
     assert order == ["r0", "r1", "r2", "r3"]
 
 
-# -- our departures, each on a case that it alone decides -----------------------------------------
+def test_a_prompt_that_takes_longer_than_others_wait_is_not_starved_at_its_arrival() -> None:
+    ready = requests((1, SHORT_WAIT), (1, 0.0), (1, 0.0), (2, 0.0))
+    ready[3] = ready[3]._replace(missing=1000)
+    assert choose(PAPER, ready) == (["r0", "r1", "r2"], 1)
 
 
-def test_theta_grows_with_the_median_wait_up_to_max_wait() -> None:
-    ready = requests((1, 3.0), (1, 3.0), (1, 3.0), (2, 4.0))
-    assert choose(PAPER, ready)[1] == BASE
-    assert choose(credit(), ready) == (["r3", "r0", "r1", "r2"], 1), "r3 is starved"
-    assert choose(credit(theta_factor=2.0), ready) == (["r0", "r1", "r2"], 1)
-    bounded = credit(theta_factor=2.0, max_wait=3.9)
-    assert choose(bounded, ready) == (["r3", "r0", "r1", "r2"], 1)
+def test_overdue_requests_and_urgent_deadlines_starve_and_others_go_by_priority() -> None:
+    ready = requests(*[(1, 0.0)] * 4, (2, 0.0))
+    urgent = [*ready[:4], ready[4]._replace(deadline=0.01)]
+    assert choose(PAPER, urgent) == (["r4", "r0", "r1", "r2"], 1)
+    later = [*ready[:4], ready[4]._replace(deadline=9.0)]
+    assert choose(PAPER, later) == (["r0", "r1", "r2", "r3"], 1)
+    bounded = PaperPolicy(4, 40.0, 0.2, FixedCosts())
+    overdue = [*ready[:4], ready[4]._replace(wait=0.3, priority=9)]
+    assert choose(bounded, overdue) == (["r4", "r0", "r1", "r2"], 1)
+    preferred = [*ready[:3], ready[3]._replace(priority=-1), ready[4]]
+    assert choose(PAPER, preferred) == (["r3", "r0", "r1", "r2"], 1)
 
 
-def test_comparing_with_the_ready_requests_lets_low_load_merge() -> None:
-    ready = requests((1, 0.0), (1, 0.0))
-    assert choose(PAPER, ready)[1] == BASE
-    assert choose(credit(), ready)[1] == 1
+def test_at_low_load_half_of_the_ready_requests_suffices_for_a_merge() -> None:
+    assert choose(PAPER, requests((1, 0.0), (1, 0.0))) == (["r0", "r1"], 1)
 
 
-def test_the_candidates_own_starved_requests_do_not_count_against_it() -> None:
+def test_starved_requests_of_the_merged_adapter_do_not_count_against_it() -> None:
     ready = requests((1, LONG_WAIT), (1, LONG_WAIT), (1, SHORT_WAIT), (2, SHORT_WAIT))
-    assert choose(PAPER, ready)[1] == BASE
-    assert choose(credit(), ready) == (["r0", "r1", "r2"], 1)
+    assert choose(PAPER, ready) == (["r0", "r1", "r2"], 1)
 
 
 def test_ties_keep_the_live_adapter() -> None:
     ready = requests(*[(1, 0.0), (2, 0.0)] * 2)
-    assert choose(PaperPolicy(2, 1.0, FixedCosts()), ready, live=2)[1] == 1
-    assert choose(credit(max_batch=2), ready, live=2)[1] == 2
-    assert choose(credit(max_batch=2), ready)[1] == 1
+    policy = PaperPolicy(2, 40.0, math.inf, FixedCosts())
+    assert [choose(policy, ready, live)[1] for live in (BASE, 1, 2)] == [1, 1, 2]
 
 
-def test_the_base_can_be_the_candidate() -> None:
-    ready = requests((BASE, 0.0), (BASE, 0.0), (BASE, 0.0), (1, 0.0))
-    assert choose(PAPER, ready)[0] == ["r0", "r1", "r2", "r3"]
-    assert choose(credit(), ready) == (["r0", "r1", "r2"], BASE)
-
-
-def test_starved_requests_are_sorted_by_credit() -> None:
-    ready = requests((1, 2.0), (2, 4.0), (3, 3.0))
-    assert choose(PAPER, ready)[0] == ["r0", "r1", "r2"]
-    assert choose(credit(), ready)[0] == ["r1", "r2", "r0"]
-
-
-def test_an_adapter_that_cannot_be_merged_is_not_the_candidate() -> None:
+def test_without_a_mergeable_adapter_the_base_models_requests_do_not_fill_the_step() -> None:
     costs = FixedCosts()
     costs.unmergeable = frozenset({1})
-    ready = requests(*[(1, 0.0)] * 4)
-    for policy in (PaperPolicy(4, 1.0, costs), CreditPolicy(4, 1.0, 0.0, math.inf, costs)):
-        assert policy.choose(ready, BASE, 0.0).live == BASE
+    policy = PaperPolicy(4, 40.0, math.inf, costs)
+    ready = requests((BASE, 0.0), (BASE, 0.0), (1, 0.0), (BASE, 0.0))
+    assert choose(policy, ready) == (["r0", "r1", "r2", "r3"], BASE)
+    assert choose(policy, requests(*[(1, 0.0)] * 4))[1] == BASE
+
+
+def test_requests_of_a_premerged_adapter_and_of_the_base_are_merged_without_a_switch() -> None:
+    ready = requests((1, 0.0), (2, 0.0), (BASE, 0.0), (1, 0.0))
+    assert choose(PAPER, ready) == (["r0", "r1", "r2", "r3"], BASE)
+    premerged = PaperPolicy(4, 40.0, math.inf, FixedCosts(), "a1")
+    assert choose(premerged, ready) == (["r0", "r2", "r3"], BASE)
+    cold = requests((2, 0.0), (2, 0.0), (2, 0.0), (1, 0.0))
+    assert choose(premerged, cold) == (["r0", "r1", "r2"], 2)
 
 
 # -- other policies -------------------------------------------------------------------------------
@@ -299,9 +293,8 @@ def test_policies_are_made_by_their_names_and_others_are_refused_with_the_valid_
     for name in POLICIES:
         assert callable(make_policy(Options(policy=name), costs).choose), name
     monkeypatch.delitem(POLICIES, "merge_only", raising=False)
-    with pytest.raises(
-        InvalidArgument, match=r"'merge_only' is unknown.* It must be credit, paper, predictive"
-    ):
-        make_policy(Options(policy="merge_only"), costs)
+    for gone in ("merge_only", "credit"):
+        with pytest.raises(InvalidArgument, match=f"'{gone}' is unknown.* It must be paper, "):
+            make_policy(Options(policy=gone), costs)
     register()
     assert isinstance(make_policy(Options(policy="merge_only"), costs), MergeOnly)

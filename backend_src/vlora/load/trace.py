@@ -26,9 +26,9 @@ Numbers = np.ndarray[Any, np.dtype[Any]]
 
 PAPER_LENGTHS: dict[Application, tuple[int, tuple[int, int]]] = {
     "retrieval": (256, (150, 250)),
-    "analytics": (6256, (5, 10)),
+    "analytics": (6 * 256, (5, 10)),
 }
-"""Mean prompt length, and (minimum, maximum) answer length, in tokens (§6.2: 256, 200+; 6256,
+"""Mean prompt length, and (minimum, maximum) answer length, in tokens (§6.2: 256, 200+; 6 × 256,
 5–10).
 """
 LENGTH_SPREAD = 0.3

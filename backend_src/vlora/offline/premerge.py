@@ -28,6 +28,7 @@ from vlora.model.decoder_config import DecoderConfig
 from vlora.model.loader import find_weights
 from vlora.model.weight_files import open_weights, weight_files
 from vlora.offline.peft_folder import copy_head, write_adapter
+from vlora.strict_json import load_object
 
 # Name of the delta adapter that restores the base model, by subtracting the hot adapter. The
 # gateway has the name "base" for the base model that it serves.
@@ -161,6 +162,18 @@ class Report:
             "failed": self.failed,
             "warnings": self.warnings,
         }
+
+
+def premerged_adapter(model: Path, adapters: Path | None) -> str | None:
+    """Return the name of the adapter that `premerge` merged into a checkpoint.
+
+    It is None unless both folders are those that one call of `premerge` wrote.
+    """
+    report = model.parent / REPORT
+    if adapters is None or adapters.parent != model.parent or not report.is_file():
+        return None
+    name = load_object(report.read_text(encoding="utf-8"), str(report)).get("hot")
+    return name if isinstance(name, str) else None
 
 
 def delta_pairs(

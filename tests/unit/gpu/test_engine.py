@@ -28,7 +28,7 @@ from vlora.sampling import SamplingParams
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("launch")
-@pytest.mark.parametrize("policy", ["unmerge_only", "credit"])
+@pytest.mark.parametrize("policy", ["unmerge_only", "paper"])
 def test_answers_equal_those_of_the_cpu(
     checkpoint: Path, adapters_dir: Path, request: pytest.FixtureRequest, policy: str
 ) -> None:

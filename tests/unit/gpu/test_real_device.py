@@ -37,7 +37,7 @@ def options(checkpoint: Path, adapters_dir: Path) -> Options:
 
 
 @pytest.mark.parametrize("eager", [False, True])
-@pytest.mark.parametrize("policy", ["unmerge_only", "credit"])
+@pytest.mark.parametrize("policy", ["unmerge_only", "paper"])
 def test_answers_of_a_gpu_equal_the_cpus(options: Options, policy: str, eager: bool) -> None:
     options = replace(options, policy=policy, enforce_eager=eager)
     on_cpu = Engine(options)

@@ -72,6 +72,10 @@ class Costs(Protocol):
         """Return the time of replacing adapter `live` by adapter `to` in the active weights."""
         ...
 
+    def products(self, rows: int, answers: int) -> float:
+        """Return the time of the matrix products of a step with these rows and answers."""
+        ...
+
     def mergeable(self, slot: int) -> bool:
         """Return whether the adapter in this slot may be merged."""
         ...
@@ -96,9 +100,22 @@ class Policy(Protocol):
         ...
 
 
-def ordered_union(
-    first: Sequence[Candidate], everyone: Sequence[Candidate]
-) -> tuple[Candidate, ...]:
-    """Return the members of `first` that are in `everyone`, followed by the rest of `everyone`."""
-    first_ids, all_ids = {r.id for r in first}, {r.id for r in everyone}
-    return (*(r for r in first if r.id in all_ids), *(r for r in everyone if r.id not in first_ids))
+# A request is urgent if the time to its deadline is at most this multiple of the predicted time of
+# its remaining work.
+URGENT_FACTOR = 2.0
+NOT_PRESSING = (0, math.inf)
+
+
+def service_rank(r: Candidate, now: float, max_wait: float, costs: Costs) -> tuple[float, ...]:
+    """Return a sort key: overdue requests, then urgent deadlines, priorities, begun ones, arrivals.
+
+    The first two numbers are below NOT_PRESSING if the request is overdue, as it has waited for
+    more than `max_wait` seconds, or urgent.
+    """
+    remaining = 0.0
+    if r.deadline < math.inf:
+        remaining = costs.products(r.missing, 1) + r.remaining * costs.products(1, 1)
+    is_urgent = r.deadline - now <= URGENT_FACTOR * remaining
+    is_overdue = r.wait > max_wait
+    deadline = r.deadline if is_urgent else math.inf
+    return -is_overdue, deadline, 0 if is_overdue else r.priority, not r.holds_pages, r.arrival

@@ -8,18 +8,14 @@ throughput. Requests keep the order of `unmerge_only`: none waits for a later on
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from vlora.config import Options
 from vlora.engine.cost import CostModel
-from vlora.engine.policies.base import Candidate, Choice, Order
+from vlora.engine.policies.base import Candidate, Choice, Order, service_rank
 from vlora.ids import BASE
 
-# A request is urgent if the time to its deadline is at most this multiple of the predicted time of
-# its remaining work.
-URGENT_FACTOR = 2.0
 CHUNK_ROWS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 # Weight of the latest merge in the trust, its limits, and how fast a step restores it towards 1.
 TRUST_WEIGHT, TRUST_LIMITS, TRUST_RECOVERY = 0.3, (-1.0, 1.5), 0.0005
@@ -53,7 +49,8 @@ class Predictive:
         self._costs = costs
 
     def choose(self, ready: Sequence[Candidate], live: int, now: float) -> Choice:
-        order = sorted(ready, key=lambda r: self._rank(r, now))[: self.max_batch]
+        order = sorted(ready, key=lambda r: service_rank(r, now, self._max_wait, self._costs))
+        order = order[: self.max_batch]
         decoding = [r for r in order if r.missing == 1]
         prompts = [r for r in order if r.missing > 1]
         rows = {r.id: 1 for r in decoding}
@@ -64,18 +61,6 @@ class Predictive:
                 available -= count
         chosen = tuple(r for r in order if r.id in rows)
         return Choice(chosen, self.merging.choose(ready, chosen, rows, live), rows)
-
-    def _rank(self, r: Candidate, now: float) -> tuple[float, ...]:
-        is_urgent = r.deadline - now <= URGENT_FACTOR * self._remaining_seconds(r)
-        deadline = r.deadline if is_urgent else math.inf
-        if r.wait > self._max_wait:
-            return -1, deadline, 0, not r.holds_pages, r.arrival
-        return 0, deadline, r.priority, not r.holds_pages, r.arrival
-
-    def _remaining_seconds(self, r: Candidate) -> float:
-        if r.deadline == math.inf:
-            return 0.0
-        return self._costs.products(r.missing, 1) + r.remaining * self._costs.products(1, 1)
 
     def _prompt_rows(
         self, decoding: Sequence[Candidate], prompts: Sequence[Candidate], live: int
