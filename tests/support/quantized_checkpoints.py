@@ -1,13 +1,14 @@
-"""Writer of decoder matrices in the layouts of GPTQ, AWQ and compressed-tensors.
+"""Writer of decoder matrices in the layouts of GPTQ, AWQ and compressed-tensors, and a reader.
 
-It packs bit by bit, following the descriptions of the layouts, and shares no code with the server's
-reader.
+They pack and unpack bit by bit, following the descriptions of the layouts, and share no code with
+the server.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,40 @@ def quantize_checkpoint(folder: Path, layout: Layout) -> dict[str, torch.Tensor]
     return exact
 
 
+def dequantize_folder(folder: Path, exact: Path) -> None:
+    """Copy a folder in `pack-quantized`, and replace its weights by the floats that they represent,
+    all in one file.
+    """
+    shutil.copytree(folder, exact)
+    config = json.loads((exact / "config.json").read_text())
+    (scheme,) = config.pop("quantization_config")["config_groups"].values()
+    (exact / "config.json").write_text(json.dumps(config))
+    (exact / "model.safetensors.index.json").unlink(missing_ok=True)
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(exact.glob("*.safetensors")):
+        tensors |= load_file(file)
+        file.unlink()
+    for key in [key for key in tensors if key.endswith(".weight_packed")]:
+        weight = key.removesuffix("_packed")
+        parts = {
+            part: tensors.pop(f"{weight}_{part}", torch.empty(0)).numpy()
+            for part in ("packed", "shape", "scale", "zero_point")
+        }
+        tensors[weight] = torch.from_numpy(_dequantized(parts, scheme["weights"]["num_bits"]))
+    save_file(tensors, exact / "model.safetensors", {"format": "pt"})
+
+
+def _dequantized(parts: dict[str, Any], bits: int) -> Any:
+    rows, depth = parts["shape"]
+    groups = parts["scale"].shape[1]
+    of_input = np.arange(depth) // (depth // groups)
+    zeros = np.full((rows, groups), 2 ** (bits - 1))
+    if parts["zero_point"].size:
+        zeros = _unpack(parts["zero_point"].T, bits).T[:rows]
+    values = _unpack(parts["packed"], bits)[:, :depth]
+    return ((values - zeros[:, of_input]) * parts["scale"][:, of_input]).astype(np.float32)
+
+
 def _quantize(weight: Any, layout: Layout, order: Any) -> tuple[dict[str, Any], torch.Tensor]:
     """Return the stored parts of a matrix, and the matrix that they represent."""
     rows, depth = weight.shape
@@ -180,3 +215,14 @@ def _pack(values: Any, bits: int) -> Any:
         shifted = values[:, column].astype(np.uint64) << np.uint64(column % per_word * bits)
         packed[:, column // per_word] |= shifted
     return packed.astype(np.uint32).view(np.int32)
+
+
+def _unpack(packed: Any, bits: int) -> Any:
+    """Return the integers in rows that `_pack` has packed, up to whole words."""
+    words = packed.view(np.uint32).astype(np.int64)
+    per_word = 32 // bits
+    values = np.empty((len(words), words.shape[1] * per_word), np.int64)
+    for column in range(values.shape[1]):
+        shifted = words[:, column // per_word] >> column % per_word * bits
+        values[:, column] = shifted & (2**bits - 1)
+    return values

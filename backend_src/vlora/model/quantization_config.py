@@ -14,7 +14,7 @@ from vlora.kernels.formats import Format
 METHODS = {
     "gptq": "gptq (4 and 8 bits)",
     "awq": "awq (4 bits, version 'gemm')",
-    "compressed-tensors": "compressed-tensors (pack-quantized with 4 or 8 bits, int-quantized with 8)",
+    "compressed-tensors": "compressed-tensors (pack-quantized, 4 or 8 bits; int-quantized, 8)",
 }
 
 # Alternatives to some unsupported methods, which are appended to the error message.

@@ -81,6 +81,14 @@ def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
     return values.reshape(len(packed), -1)
 
 
+def pack_words(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return unsigned integers [rows, n] as rows of 32-bit words, the inverse of `unpack`."""
+    values = torch.nn.functional.pad(values, (0, -values.shape[1] % (32 // bits))).to(torch.uint8)
+    if bits == 4:
+        values = values[:, ::2] | values[:, 1::2] << 4
+    return values.contiguous().view(torch.int32)
+
+
 def _gptq(parts: Parts, stored: StoredQuantization, where: str) -> StoredMatrix:
     """Return a matrix [in, out], with weights packed along inputs and zeros along outputs."""
     values = unpack(_part(parts, "qweight", torch.int32, where).T, stored.bits)
