@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ class Layout:
 
     group: number of inputs that share a scale, −1 for all. symmetric: whether all zeros are the
     middle value. reordered: whether the inputs of a group need not be adjacent. version: version of
-    GPTQ's zeros.
+    GPTQ's zeros. packed: whether compressed-tensors packs 8 bits, too.
     """
 
     method: str
@@ -39,6 +41,7 @@ class Layout:
     reordered: bool = False
     version: str = "gptq"
     per_tensor: bool = False
+    packed: bool = False
 
     @property
     def config(self) -> dict[str, Any]:
@@ -63,7 +66,7 @@ class Layout:
         strategy = "tensor" if self.per_tensor else "channel" if self.group < 0 else "group"
         return {
             "quant_method": "compressed-tensors",
-            "format": "pack-quantized" if self.bits == 4 else "int-quantized",
+            "format": "pack-quantized" if self.bits == 4 or self.packed else "int-quantized",
             "quantization_status": "compressed",
             "ignore": ["lm_head"],
             "config_groups": {
@@ -103,6 +106,13 @@ def quantize_checkpoint(folder: Path, layout: Layout) -> dict[str, torch.Tensor]
     described = json.loads(config.read_text()) | {"quantization_config": layout.config}
     config.write_text(json.dumps(described))
     return exact
+
+
+def quantized_parts_of(weight: Any, layout: Layout) -> dict[str, Callable[[], torch.Tensor]]:
+    """Return functions that read the stored parts of a matrix, with adjacent groups."""
+    parts, _ = _quantize(weight, layout, np.arange(weight.shape[1]))
+    # Each call returns a new tensor, as from a file.
+    return {name: partial(torch.tensor, part) for name, part in parts.items()}
 
 
 def dequantize_folder(folder: Path, exact: Path) -> None:
@@ -196,9 +206,9 @@ def _parts(values: Any, scales: Any, zeros: Any, group_of: Any, layout: Layout) 
     if layout.per_tensor:
         scales = scales[:1, 0].copy()
     parts = {"weight_scale": scales.astype(np.float32)}
-    if bits == 8:
+    if bits == 8 and not layout.packed:
         return parts | {"weight": (values - 128).astype(np.int8)}
-    parts |= {"weight_packed": _pack(values, 4), "weight_shape": np.array(values.shape)}
+    parts |= {"weight_packed": _pack(values, bits), "weight_shape": np.array(values.shape)}
     if not layout.symmetric:
         parts["weight_zero_point"] = _pack(zeros.T, 4).T.copy()
     if layout.reordered:

@@ -21,7 +21,7 @@ SYMMETRIC_ZERO = 8  # Zero of all groups of an int4 matrix that stores no zeros.
 # Zeros are stored in units of 1 / ZERO_STEPS of the distance between two quantized values.
 ZERO_STEPS = 8
 # Number of bytes that are rearranged together. Their intermediate results stay in the caches.
-COPIED_AT_ONCE = 1 << 18
+COPIED_AT_ONCE = 1 << 19
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,11 +93,14 @@ class QuantizedWeight:
         """
         assert not self.panel_rows
         rows, row_bytes = self.values.shape
+        if packed.shape[1] < row_bytes:
+            packed = torch.nn.functional.pad(packed, (0, row_bytes - packed.shape[1]))
+        if self.format.bits == 8:
+            self.values.copy_(packed)
+            return
         step = max(1, COPIED_AT_ONCE // row_bytes)
         for first in range(0, rows, step):
-            part = packed[first : first + step]
-            part = torch.nn.functional.pad(part, (0, row_bytes - part.shape[1]))
-            self.values[first : first + step] = part if self.format.bits == 8 else in_blocks(part)
+            in_blocks(packed[first : first + step], self.values[first : first + step])
 
     def fill(
         self, values: torch.Tensor | None, scales: torch.Tensor, zeros: torch.Tensor | None
@@ -153,17 +156,19 @@ def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.stack((low, high), dim=-1).view(rows, -1)
 
 
-def in_blocks(packed: torch.Tensor) -> torch.Tensor:
-    """Return whole blocks of int4, stored in order as in `copy_values`, as `pack` stores them."""
+def in_blocks(packed: torch.Tensor, into: torch.Tensor) -> None:
+    """Write whole blocks of int4, in order as in `copy_values`, as `pack` stores them.
+
+    packed, into: [rows, row_bytes] uint8, contiguous.
+    """
     # Each quarter of a block, 16 values, is one integer of 64 bits.
     quarters = packed.view(torch.int64).view(-1, 4).numpy().T
     low = np.int64(0x0F0F0F0F0F0F0F0F)
     # Strided assignments of numpy take less than half the time of torch's.
-    result = np.empty((packed.numel() // 4, 4), np.uint8)
+    result = into.view(-1, 4).numpy()
     for byte, (first, second) in enumerate((quarters[:2], quarters[2:])):
         result[:, byte] = (first & low | (second & low) << 4).view(np.uint8)  # even values
         result[:, 2 + byte] = (first >> 4 & low | second & ~low).view(np.uint8)  # odd values
-    return torch.from_numpy(result).view(packed.shape)
 
 
 # The next functions only move data. A panel of int4 has 8 (AVX2) or 16 (AMX, VNNI) adjacent rows,

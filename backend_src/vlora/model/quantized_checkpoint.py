@@ -149,44 +149,53 @@ def _store(
     matrix: StoredMatrix, stored: StoredQuantization, target: QuantizedWeight, where: str
 ) -> torch.Tensor | None:
     """Write a matrix to the slab. Return the order of its inputs there."""
-    rows, depth = target.shape
+    depth = target.shape[1]
     group = stored.group or depth
-    groups = -(-depth // group)
     in_bytes = matrix.values.dtype == torch.uint8
     per_column = 8 // stored.bits if in_bytes else 1
     values = matrix.values[:, : -(-depth // per_column)]
-    for name, shape, expected in (
-        ("weights", (len(values), min(values.shape[1] * per_column, depth)), (rows, depth)),
-        ("scales", tuple(matrix.scales.shape), (rows, groups)),
-        ("zeros", tuple(matrix.zeros.shape), (rows, groups)),
-    ):
-        if shape != expected:
-            raise InvalidArgument(
-                f"{where}: {name} of shape {shape}; by config.json it must be {expected}"
-            )
+    columns = min(values.shape[1] * per_column, depth)
+    _check_shapes(matrix, (len(values), columns), target.shape, -(-depth // group), where)
     middle = 2 ** (stored.bits - 1)
     if not target.format.zeros and not (matrix.zeros == middle).all():
         raise InvalidArgument(
             f"{where}: some zeros are not {middle}; this is supported only for 4 bits and with"
             " 'sym': false in config.json"
         )
-    scales, zeros = matrix.scales.float(), matrix.zeros
     # A large group in the files is split into several groups in the slab. The last one may have
     # fewer inputs, so it may be split into fewer.
     of_group = torch.arange(0, depth, target.format.group or depth) // group
-    if len(of_group) > groups:
+    scales, zeros = matrix.scales.float(), matrix.zeros
+    if len(of_group) > scales.shape[1]:
         scales, zeros = scales[:, of_group], zeros[:, of_group]
     if in_bytes:
         target.copy_values(values)
         target.fill(None, scales, zeros)
         return None
-    order = (
-        None if matrix.input_groups is None else _order(matrix.input_groups, depth, group, where)
-    )
+    groups = matrix.input_groups
+    order = None if groups is None else _order(groups, depth, group, where)
     if order is not None:
         values = values[:, order]
     target.fill(values - middle if target.format.bits == 8 else values, scales, zeros)
     return order
+
+
+def _check_shapes(
+    matrix: StoredMatrix,
+    values: tuple[int, int],
+    expected: tuple[int, int],
+    groups: int,
+    where: str,
+) -> None:
+    for name, shape, must in (
+        ("weights", values, expected),
+        ("scales", tuple(matrix.scales.shape), (expected[0], groups)),
+        ("zeros", tuple(matrix.zeros.shape), (expected[0], groups)),
+    ):
+        if shape != must:
+            raise InvalidArgument(
+                f"{where}: {name} of shape {shape}; by config.json it must be {must}"
+            )
 
 
 def _order(input_groups: torch.Tensor, depth: int, group: int, where: str) -> torch.Tensor | None:

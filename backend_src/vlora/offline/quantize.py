@@ -252,7 +252,7 @@ def _check_space(out: Path, needed: int) -> None:
     folder = next(parent for parent in out.absolute().parents if parent.is_dir())
     if (free := shutil.disk_usage(folder).free) < needed:
         raise InvalidArgument(
-            f"{out} needs {needed / 1e9:.1f} GB, but the disk has {free / 1e9:.1f} GB free"
+            f"{out} needs {needed / 1e9:.3f} GB, but the disk has {free / 1e9:.3f} GB free"
         )
 
 
