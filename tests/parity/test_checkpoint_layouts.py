@@ -25,11 +25,17 @@ from transformers import (
     AutoModelForImageTextToText,
     LlamaForCausalLM,
 )
+from typer.testing import CliRunner
 
 from tests.support import checkpoints
 from tests.support.checkpoints import make_checkpoint
 from tests.support.logits import logits_gap, save_decoder
-from tests.support.quantized_checkpoints import Layout, quantize_checkpoint
+from tests.support.quantized_checkpoints import (
+    Layout,
+    dequantize_folder,
+    quantize_checkpoint,
+)
+from vlora.cli import app
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.engine.loop import EngineLoop
@@ -641,16 +647,69 @@ def test_published_files_equal_transformers(family: str, checkpoint: Path, tmp_p
     as_published(folder)
     check_folder(folder)
     started(folder)
-    stock = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-    processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
-    rgb = np.random.default_rng(0).integers(0, 256, (20, 60, 3), dtype=np.uint8)
-    pixels = processor(images=[Image.fromarray(rgb)], return_tensors="pt")
-    with torch.inference_mode():
-        (expected,) = stock.get_image_features(**pixels).pooler_output
-    service = EncoderService(VisionEncoder(folder, 1), FeatureCache(0))
-    (encoded,) = service.run([[DecodedImage(rgb)]])
-    torch.testing.assert_close(torch.from_numpy(encoded.features), expected, rtol=0, atol=1e-5)
+    check_answers(folder, stock_model(folder))
+
+
+def stock_model(folder: Path) -> Any:
+    """Return transformers' model in float32, with images or without."""
+    has_images = "vision_config" in json.loads((folder / "config.json").read_text())
+    kind = AutoModelForImageTextToText if has_images else LlamaForCausalLM
+    return kind.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def check_answers(folder: Path, stock: Any) -> None:
+    """Compare the features of a picture, and logits after texts, with those of transformers."""
+    if hasattr(stock, "get_image_features"):
+        processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+        rgb = np.random.default_rng(0).integers(0, 256, (20, 60, 3), dtype=np.uint8)
+        pixels = processor(images=[Image.fromarray(rgb)], return_tensors="pt")
+        with torch.inference_mode():
+            (expected,) = stock.get_image_features(**pixels).pooler_output
+        service = EncoderService(VisionEncoder(folder, 1), FeatureCache(0))
+        (encoded,) = service.run([[DecodedImage(rgb)]])
+        torch.testing.assert_close(torch.from_numpy(encoded.features), expected, rtol=0, atol=1e-5)
     assert logits_gap(stock, folder) <= TOLERANCE
+
+
+QUANTIZED = [(kind, form) for kind in KINDS for form in ("int4", "int8")]
+
+
+@pytest.fixture(scope="session", params=QUANTIZED, ids="-".join)
+def quantized(
+    request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
+    """Return a folder that `vlora models quantize` has written, and the same as floats."""
+    kind, form = request.param
+    root = tmp_path_factory.mktemp("quantized")
+    source, out = root / "source", root / "out"
+    if kind == "text":
+        save_decoder(checkpoint, source, attention_bias=True)
+    else:
+        as_published(make_checkpoint(kind, checkpoint, source))
+    command = ["models", "quantize", str(source), str(out), "--quantization", form]
+    for arguments in (command, ["models", "check", str(out)]):
+        done = CliRunner().invoke(app, arguments)
+        assert (done.exit_code, done.output[:2]) == (0, "ok"), done.output
+    dequantize_folder(out, root / "exact")
+    return out, root / "exact"
+
+
+def test_a_folder_that_is_quantized_answers_as_transformers_with_the_same_weights(
+    quantized: tuple[Path, Path],
+) -> None:
+    out, exact = quantized
+    started(out)
+    check_answers(out, stock_model(exact))
+
+
+def test_transformers_reads_the_same_weights_from_a_folder_that_is_quantized(
+    quantized: tuple[Path, Path],
+) -> None:
+    pytest.importorskip("compressed_tensors", reason="the package is not installed")
+    out, exact = quantized
+    theirs, expected = stock_model(out).state_dict(), stock_model(exact).state_dict()
+    assert theirs.keys() == expected.keys()
+    assert all(torch.equal(theirs[key], expected[key]) for key in expected)
 
 
 def started(folder: Path) -> None:

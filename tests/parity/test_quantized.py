@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,7 +24,13 @@ from tests.support.logits import (
     stock_logits,
 )
 from tests.support.make_adapters import AdapterSpec, make_adapters
-from tests.support.quantized_checkpoints import LINEAR, VISION, Layout, quantize_checkpoint
+from tests.support.quantized_checkpoints import (
+    LINEAR,
+    VISION,
+    Layout,
+    quantize_checkpoint,
+    quantized_parts_of,
+)
 from tests.support.small_adapter import edit_tensors
 from vlora.config import Options
 from vlora.engine.engine import Engine
@@ -34,9 +41,13 @@ from vlora.kernels.quantize import quantize
 from vlora.kernels.quantized import allocate, dequantize
 from vlora.model.decoder_config import load_config
 from vlora.model.loader import find_weights
+from vlora.model.quantization_config import stored_quantization
+from vlora.model.quantized_checkpoint import read_quantized
 from vlora.request import Request
 from vlora.sampling import SamplingParams
 from vlora.vision.encoder import VisionEncoder
+from vlora.weights.quantized_slab import QuantizedSlab
+from vlora.weights.slab import TARGETS
 
 TOLERANCE = 3e-4
 FORMS = {"int8": Format(8, None), "int4": Format(4, 32, zeros=True)}
@@ -51,6 +62,7 @@ LAYOUTS = {
     "packed-symmetric": Layout("compressed-tensors", symmetric=True),
     "packed-channels": Layout("compressed-tensors", group=-1, symmetric=True),
     "packed-reordered": Layout("compressed-tensors", reordered=True),
+    "packed-8-bits": Layout("compressed-tensors", bits=8, group=64, symmetric=True, packed=True),
     "int8-channels": Layout("compressed-tensors", bits=8, group=-1, symmetric=True),
     "int8-tensor": Layout("compressed-tensors", bits=8, group=-1, symmetric=True, per_tensor=True),
 }
@@ -66,6 +78,31 @@ def test_published_layouts_equal_the_dequantized_model(
     model.load_state_dict(exact, strict=False)
     assert any(not torch.equal(original[key], value) for key, value in exact.items())
     assert logits_gap(model, tmp_path) <= TOLERANCE
+
+
+COMPRESSED = {name: layout for name, layout in LAYOUTS.items() if layout.method[0] == "c"}
+
+
+@pytest.mark.parametrize("name", [name for name in COMPRESSED if "reordered" not in name])
+def test_weights_that_are_copied_equal_those_that_are_unpacked(name: str) -> None:
+    """With the inputs of each group named, though adjacent, a matrix is unpacked to integers."""
+    stored = stored_quantization(LAYOUTS[name].config)
+    assert stored is not None
+    rng = np.random.default_rng(5)
+    for rows, depth in ((8, 32), (24, 96), (40, 352), (264, 2080)):
+        shapes = dict.fromkeys(TARGETS, (rows, depth))
+        slabs = [QuantizedSlab(1, shapes, stored.form, torch.float32) for _ in range(2)]
+        parts = {
+            (0, target): quantized_parts_of(rng.standard_normal((rows, depth)), LAYOUTS[name])
+            for target in TARGETS
+        }
+        group = torch.arange(depth, dtype=torch.int32) // (stored.group or depth)
+        read_quantized(parts, stored, slabs[0])
+        for each in parts.values():
+            each["weight_g_idx"] = lambda group=group: group
+        read_quantized(parts, stored, slabs[1])
+        assert torch.equal(slabs[0].memory, slabs[1].memory)
+        assert slabs[0].memory.any()
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

@@ -1,14 +1,17 @@
-"""Writer of decoder matrices in the layouts of GPTQ, AWQ and compressed-tensors.
+"""Writer of decoder matrices in the layouts of GPTQ, AWQ and compressed-tensors, and a reader.
 
-It packs bit by bit, following the descriptions of the layouts, and shares no code with the server's
-reader.
+They pack and unpack bit by bit, following the descriptions of the layouts, and share no code with
+the server.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,7 @@ class Layout:
 
     group: number of inputs that share a scale, −1 for all. symmetric: whether all zeros are the
     middle value. reordered: whether the inputs of a group need not be adjacent. version: version of
-    GPTQ's zeros.
+    GPTQ's zeros. packed: whether compressed-tensors packs 8 bits, too.
     """
 
     method: str
@@ -38,6 +41,7 @@ class Layout:
     reordered: bool = False
     version: str = "gptq"
     per_tensor: bool = False
+    packed: bool = False
 
     @property
     def config(self) -> dict[str, Any]:
@@ -62,7 +66,7 @@ class Layout:
         strategy = "tensor" if self.per_tensor else "channel" if self.group < 0 else "group"
         return {
             "quant_method": "compressed-tensors",
-            "format": "pack-quantized" if self.bits == 4 else "int-quantized",
+            "format": "pack-quantized" if self.bits == 4 or self.packed else "int-quantized",
             "quantization_status": "compressed",
             "ignore": ["lm_head"],
             "config_groups": {
@@ -102,6 +106,47 @@ def quantize_checkpoint(folder: Path, layout: Layout) -> dict[str, torch.Tensor]
     described = json.loads(config.read_text()) | {"quantization_config": layout.config}
     config.write_text(json.dumps(described))
     return exact
+
+
+def quantized_parts_of(weight: Any, layout: Layout) -> dict[str, Callable[[], torch.Tensor]]:
+    """Return functions that read the stored parts of a matrix, with adjacent groups."""
+    parts, _ = _quantize(weight, layout, np.arange(weight.shape[1]))
+    # Each call returns a new tensor, as from a file.
+    return {name: partial(torch.tensor, part) for name, part in parts.items()}
+
+
+def dequantize_folder(folder: Path, exact: Path) -> None:
+    """Copy a folder in `pack-quantized`, and replace its weights by the floats that they represent,
+    all in one file.
+    """
+    shutil.copytree(folder, exact)
+    config = json.loads((exact / "config.json").read_text())
+    (scheme,) = config.pop("quantization_config")["config_groups"].values()
+    (exact / "config.json").write_text(json.dumps(config))
+    (exact / "model.safetensors.index.json").unlink(missing_ok=True)
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(exact.glob("*.safetensors")):
+        tensors |= load_file(file)
+        file.unlink()
+    for key in [key for key in tensors if key.endswith(".weight_packed")]:
+        weight = key.removesuffix("_packed")
+        parts = {
+            part: tensors.pop(f"{weight}_{part}", torch.empty(0)).numpy()
+            for part in ("packed", "shape", "scale", "zero_point")
+        }
+        tensors[weight] = torch.from_numpy(_dequantized(parts, scheme["weights"]["num_bits"]))
+    save_file(tensors, exact / "model.safetensors", {"format": "pt"})
+
+
+def _dequantized(parts: dict[str, Any], bits: int) -> Any:
+    rows, depth = parts["shape"]
+    groups = parts["scale"].shape[1]
+    of_input = np.arange(depth) // (depth // groups)
+    zeros = np.full((rows, groups), 2 ** (bits - 1))
+    if parts["zero_point"].size:
+        zeros = _unpack(parts["zero_point"].T, bits).T[:rows]
+    values = _unpack(parts["packed"], bits)[:, :depth]
+    return ((values - zeros[:, of_input]) * parts["scale"][:, of_input]).astype(np.float32)
 
 
 def _quantize(weight: Any, layout: Layout, order: Any) -> tuple[dict[str, Any], torch.Tensor]:
@@ -161,9 +206,9 @@ def _parts(values: Any, scales: Any, zeros: Any, group_of: Any, layout: Layout) 
     if layout.per_tensor:
         scales = scales[:1, 0].copy()
     parts = {"weight_scale": scales.astype(np.float32)}
-    if bits == 8:
+    if bits == 8 and not layout.packed:
         return parts | {"weight": (values - 128).astype(np.int8)}
-    parts |= {"weight_packed": _pack(values, 4), "weight_shape": np.array(values.shape)}
+    parts |= {"weight_packed": _pack(values, bits), "weight_shape": np.array(values.shape)}
     if not layout.symmetric:
         parts["weight_zero_point"] = _pack(zeros.T, 4).T.copy()
     if layout.reordered:
@@ -180,3 +225,14 @@ def _pack(values: Any, bits: int) -> Any:
         shifted = values[:, column].astype(np.uint64) << np.uint64(column % per_word * bits)
         packed[:, column // per_word] |= shifted
     return packed.astype(np.uint32).view(np.int32)
+
+
+def _unpack(packed: Any, bits: int) -> Any:
+    """Return the integers in rows that `_pack` has packed, up to whole words."""
+    words = packed.view(np.uint32).astype(np.int64)
+    per_word = 32 // bits
+    values = np.empty((len(words), words.shape[1] * per_word), np.int64)
+    for column in range(values.shape[1]):
+        shifted = words[:, column // per_word] >> column % per_word * bits
+        values[:, column] = shifted & (2**bits - 1)
+    return values

@@ -6,10 +6,12 @@ import io
 import json
 import math
 import os
+import re
 import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from zipfile import ZIP_DEFLATED, ZipFile
 
@@ -538,3 +540,86 @@ def test_an_activated_adapter_is_neither_merged_nor_made_a_delta(
     assert code == 1
     assert "left out: adapter 'attention-r4' is an activated LoRA" in output
     assert not (out / "adapters" / "attention-r4").exists()
+
+
+def quantize(source: Path, out: Path, *options: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["models", "quantize", str(source), str(out), *options])
+    return done.exit_code, done.output
+
+
+# What is wrong, and the refusal.
+UNQUANTIZABLE = {
+    "exists": "out exists; name a folder that does not",
+    "inside": "is in .*; name a folder outside of it",
+    "group": "q_proj has 192 inputs, which is not a multiple of the group size 128; use a smaller",
+    "option": "--group-size 64 must be 32, 64 or 128 with int4, and is for int4 alone",
+    "disk": r"out needs 0.005 GB, but the disk has 0.001 GB free",
+    "again": "is quantized by compressed-tensors; this operation needs weights stored as float32",
+    "nan": "holds '.*gate_proj.weight', which cannot be quantized: row 0 has a value that is not",
+}
+
+
+@pytest.mark.parametrize("fault", UNQUANTIZABLE)
+def test_what_cannot_be_quantized_is_refused_and_leaves_nothing(
+    fault: str, checkpoint: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target, options = tmp_path / "source", out, {"group": "128", "option": "64"}.get(fault)
+    shutil.copytree(checkpoint, source)
+    arguments = ["--group-size", options] if options else []
+    if fault == "exists":
+        out.mkdir()
+    elif fault == "inside":
+        target = source / "int4"
+    elif fault == "option":
+        arguments += ["--quantization", "int8"]
+    elif fault == "disk":
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**6))
+    elif fault == "again":
+        quantize(checkpoint, tmp_path / "first")
+        source = tmp_path / "first"
+    elif fault == "nan":
+        file = source / "model-00001-of-00002.safetensors"
+        tensors = load_file(file)
+        next(value for key, value in tensors.items() if "gate_proj" in key)[0, 5] = torch.nan
+        save_file(tensors, file)
+    before = sorted(tmp_path.rglob("*"))
+    code, output = quantize(source, target, *arguments)
+    assert code == 1
+    assert re.search(UNQUANTIZABLE[fault], output)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_interrupted_quantization_leaves_nothing(
+    checkpoint: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = []
+
+    def interrupt(*arguments: Any) -> Any:
+        steps.append(out.with_name("out.part").is_dir())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vlora.offline.quantize.quantized_parts", interrupt)
+    assert quantize(checkpoint, out)[0] != 0
+    assert steps == [True]
+    assert list(out.parent.iterdir()) == []
+
+
+def test_a_quantized_folder_has_the_other_files_and_weights_unchanged(
+    checkpoint: Path, out: Path
+) -> None:
+    code, output = quantize(checkpoint, out, "--group-size", "64")
+    assert (code, output[:2]) == (0, "ok")
+    for file in checkpoint.iterdir():
+        if file.suffix != ".safetensors" and file.name not in ("config.json", INDEX):
+            assert (out / file.name).read_bytes() == file.read_bytes()
+    index = json.loads((out / INDEX).read_text())["weight_map"]
+    for file in checkpoint.glob("*.safetensors"):
+        stored, copied = load_file(file), load_file(out / file.name)
+        assert {index[key] for key in copied} == {file.name}
+        kept = stored.keys() & copied.keys()
+        assert all(torch.equal(stored[key], copied[key]) for key in kept)
+        removed = stored.keys() - kept
+        assert removed == {
+            key.replace("_packed", "") for key in copied if key.endswith(".weight_packed")
+        }
+        assert len(removed) == sum("_proj.weight" in key and "layers" in key for key in removed)

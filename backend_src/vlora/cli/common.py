@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -195,6 +196,16 @@ def print_labelled(label: str, style: str, *lines: str, to: Console = console) -
 def counted(number: int, noun: str) -> str:
     """Return a number with a noun in the singular or the plural."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows the current step, with the seconds since the start."""
+    started = time.monotonic()
+    with console.status("starting") as status:
+        yield lambda part: status.update(
+            Text(f"{printable(part)} ({time.monotonic() - started:.0f} s)")
+        )
 
 
 @contextmanager

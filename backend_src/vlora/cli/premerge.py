@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.text import Text
 
 from vlora.cli import common
 from vlora.cli.common import console, option, print_plain
 from vlora.errors import InvalidArgument, known_names, shown
-from vlora.file_names import printable
 
 if TYPE_CHECKING:
     from vlora.adapters.files import Adapter, AdapterDescription
@@ -96,20 +92,11 @@ def premerge(
             return
         readers = {other: partial(_read, folders[other], one) for other, one in files.items()}
         merged = readers.pop(name)()
-        with _progress() as progress:
+        with common.progress() as progress:
             report = run(model, config, shape, merged, readers, out, max_rank, float32, progress)
         _print_report(report, out)
         if broken or report.failed:
             raise typer.Exit(1)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    started = time.monotonic()
-    with console.status("starting") as status:
-        yield lambda part: status.update(
-            Text(f"{printable(part)} ({time.monotonic() - started:.0f} s)")
-        )
 
 
 def _check_adapters(

@@ -25,7 +25,11 @@ Int4Groups = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def quantize(
-    weight: torch.Tensor, into: QuantizedWeight, *, backend: Backend | None = None
+    weight: torch.Tensor,
+    into: QuantizedWeight,
+    *,
+    whole_zeros: bool = False,
+    backend: Backend | None = None,
 ) -> None:
     """Quantize a matrix [d_out, d_in], and write it to `into`, which must not be in panels.
 
@@ -35,6 +39,9 @@ def quantize(
     narrower range is used. Magnitudes below 1e-36 may become 0.
 
     weight: of any float type, on the CPU.
+    whole_zeros: whether the zeros of int4 must be integers from 0 to 15, as files can store them.
+        This is computed in plain torch, and the squared error is larger: for normal weights by 13 %
+        in groups of 32, by 2.5 % in groups of 128.
 
     Raises ValueError for int4 without zeros, for another shape than that of `into`, and for weights
     that are not finite or are too large. `into` is then undefined.
@@ -55,8 +62,8 @@ def quantize(
         target = into.rows(first, min(step, rows - first))
         part = weight[first : first + step]
         part = part if direct else part.float()
-        if chosen == "reference":
-            bad = quantize_reference(part, target)
+        if chosen == "reference" or (whole_zeros and into.format.bits == 4):
+            bad = quantize_reference(part, target, whole_zeros)
         else:
             bad = _quantize_compiled(part, target)
         if bad is not None:
@@ -74,7 +81,9 @@ def _quantize_compiled(weight: torch.Tensor, into: QuantizedWeight) -> int | Non
     return None if bad < 0 else bad
 
 
-def quantize_reference(weight: torch.Tensor, into: QuantizedWeight) -> int | None:
+def quantize_reference(
+    weight: torch.Tensor, into: QuantizedWeight, whole_zeros: bool = False
+) -> int | None:
     """Compute `quantize` in plain torch. Return the first row with a bad value, if any."""
     rows, depth = weight.shape
     group = into.format.group or depth
@@ -87,7 +96,7 @@ def quantize_reference(weight: torch.Tensor, into: QuantizedWeight) -> int | Non
             scales, zeros = grouped.abs().amax(dim=2) / 127, None
             values = (grouped / _divisor(scales)).round_()
         else:
-            values, scales, zeros = _best_int4(grouped)
+            values, scales, zeros = _best_int4(grouped, whole_zeros)
         ranges = grouped.amax(dim=2) - grouped.amin(dim=2)
         good = part.isfinite().all(dim=1) & (scales + ranges).isfinite().all(dim=1)
         bad = torch.nonzero(~good)
@@ -97,11 +106,11 @@ def quantize_reference(weight: torch.Tensor, into: QuantizedWeight) -> int | Non
     return None
 
 
-def _best_int4(grouped: torch.Tensor) -> Int4Groups:
-    best = _fitted_int4(grouped, RANGES[0])
+def _best_int4(grouped: torch.Tensor, whole_zeros: bool) -> Int4Groups:
+    best = _fitted_int4(grouped, RANGES[0], whole_zeros)
     smallest = _squared_error(grouped, *best)
     for part in RANGES[1:]:
-        fitted = _fitted_int4(grouped, part)
+        fitted = _fitted_int4(grouped, part, whole_zeros)
         error = _squared_error(grouped, *fitted)
         better = error < smallest
         smallest = torch.where(better, error, smallest)
@@ -113,17 +122,18 @@ def _best_int4(grouped: torch.Tensor) -> Int4Groups:
     return best
 
 
-def _fitted_int4(grouped: torch.Tensor, part: float) -> Int4Groups:
+def _fitted_int4(grouped: torch.Tensor, part: float, whole_zeros: bool) -> Int4Groups:
     """Return int4 groups whose fit starts from the range of each group times `part`."""
     low = grouped.amin(dim=2).clamp_max_(0) * part
     scales = (grouped.amax(dim=2).clamp_min_(0) * part - low) / 15
-    zeros = _storable(-low / _divisor(scales)[..., 0])
+    storable = _whole if whole_zeros else _storable
+    zeros = storable(-low / _divisor(scales)[..., 0])
     mean = grouped.mean(dim=2)
     for _ in range(REFITS):
         values = _rounded(grouped, scales, zeros)
         middle = values.mean(dim=2)
         slopes = _slopes(values - middle[..., None], grouped)
-        zeros = torch.where(slopes == 0, zeros, _storable(middle - mean / _divisor(slopes)[..., 0]))
+        zeros = torch.where(slopes == 0, zeros, storable(middle - mean / _divisor(slopes)[..., 0]))
         scales = _slopes(values - zeros[..., None], grouped)
     values = _rounded(grouped, scales, zeros)
     return values, _slopes(values - zeros[..., None], grouped), zeros
@@ -147,6 +157,10 @@ def _slopes(values: torch.Tensor, grouped: torch.Tensor) -> torch.Tensor:
 
 def _storable(zeros: torch.Tensor) -> torch.Tensor:
     return (zeros * ZERO_STEPS).round_().clamp_(-64, 191) / ZERO_STEPS
+
+
+def _whole(zeros: torch.Tensor) -> torch.Tensor:
+    return zeros.round().clamp_(0, 15)
 
 
 def _divisor(scales: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from vlora import native
@@ -19,6 +20,8 @@ from vlora.kernels.ops import Matrix
 SYMMETRIC_ZERO = 8  # Zero of all groups of an int4 matrix that stores no zeros.
 # Zeros are stored in units of 1 / ZERO_STEPS of the distance between two quantized values.
 ZERO_STEPS = 8
+# Number of bytes that are rearranged together. Their intermediate results stay in the caches.
+COPIED_AT_ONCE = 1 << 19
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,15 +85,36 @@ class QuantizedWeight:
         zeros = None if self.zeros is None else self.zeros[part]
         return replace(self, values=self.values[part], scales=self.scales[part], zeros=zeros)
 
-    def fill(self, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> None:
+    def copy_values(self, packed: torch.Tensor) -> None:
+        """Write the values of a matrix that is not in panels yet.
+
+        packed: [d_out, d_in · bits / 8] uint8, values in stored order; those of int4 are unsigned,
+            two in a byte, the first in its low bits.
+        """
+        assert not self.panel_rows
+        rows, row_bytes = self.values.shape
+        if packed.shape[1] < row_bytes:
+            packed = torch.nn.functional.pad(packed, (0, row_bytes - packed.shape[1]))
+        if self.format.bits == 8:
+            self.values.copy_(packed)
+            return
+        step = max(1, COPIED_AT_ONCE // row_bytes)
+        for first in range(0, rows, step):
+            in_blocks(packed[first : first + step], self.values[first : first + step])
+
+    def fill(
+        self, values: torch.Tensor | None, scales: torch.Tensor, zeros: torch.Tensor | None
+    ) -> None:
         """Write a matrix that is not in panels yet.
 
         values: [d_out, d_in] integers in stored order, −128 … 127 for int8 and 0 … 15 for int4.
+            None after `copy_values`.
         scales, zeros: [d_out, at most `groups`]. Only groups of padding may be missing. Zeros are
             multiples of 1/ZERO_STEPS from −8 to 23.
         """
         assert not self.panel_rows
-        self.values.copy_(pack(values, self.format.bits))
+        if values is not None:
+            self.values.copy_(pack(values, self.format.bits))
         self.scales.zero_()[:, : scales.shape[1]].copy_(scales)
         if self.zeros is not None:
             assert zeros is not None
@@ -130,6 +154,21 @@ def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
     low = nibbles[:, :, 0] | nibbles[:, :, 1] << 4
     high = nibbles[:, :, 2] | nibbles[:, :, 3] << 4
     return torch.stack((low, high), dim=-1).view(rows, -1)
+
+
+def in_blocks(packed: torch.Tensor, into: torch.Tensor) -> None:
+    """Write whole blocks of int4, in order as in `copy_values`, as `pack` stores them.
+
+    packed, into: [rows, row_bytes] uint8, contiguous.
+    """
+    # Each quarter of a block, 16 values, is one integer of 64 bits.
+    quarters = packed.view(torch.int64).view(-1, 4).numpy().T
+    low = np.int64(0x0F0F0F0F0F0F0F0F)
+    # Strided assignments of numpy take less than half the time of torch's.
+    result = into.view(-1, 4).numpy()
+    for byte, (first, second) in enumerate((quarters[:2], quarters[2:])):
+        result[:, byte] = (first & low | (second & low) << 4).view(np.uint8)  # even values
+        result[:, 2 + byte] = (first >> 4 & low | second & ~low).view(np.uint8)  # odd values
 
 
 # The next functions only move data. A panel of int4 has 8 (AVX2) or 16 (AMX, VNNI) adjacent rows,

@@ -14,7 +14,7 @@ from vlora.kernels.formats import Format
 METHODS = {
     "gptq": "gptq (4 and 8 bits)",
     "awq": "awq (4 bits, version 'gemm')",
-    "compressed-tensors": "compressed-tensors (pack-quantized with 4 bits, int-quantized with 8)",
+    "compressed-tensors": "compressed-tensors (pack-quantized, 4 or 8 bits; int-quantized, 8)",
 }
 
 # Alternatives to some unsupported methods, which are appended to the error message.
@@ -49,6 +49,7 @@ COMPRESSED_KEYS = (
     *("quant_method", "format", "config_groups", "ignore", "version"),
     *("quantization_status", "global_compression_ratio", "run_compressed", "dequantize"),
 )
+COMPRESSED_FORMATS = (("pack-quantized", 4), ("pack-quantized", 8), ("int-quantized", 8))
 SCHEME_KEYS = ("targets", "weights", "format")
 WEIGHTS_KEYS = (
     *("num_bits", "type", "symmetric", "strategy", "group_size", "actorder"),
@@ -124,7 +125,7 @@ def _compressed_description(description: Mapping[str, Any]) -> StoredQuantizatio
     if scheme.get("format") not in (None, layout):
         raise _unsupported(f"'format' {shown(scheme['format'])} beside '{layout}'", "one format")
     bits, kind = _integer(weights, "num_bits"), weights.get("type")
-    if (layout, bits, kind) not in (("pack-quantized", 4, "int"), ("int-quantized", 8, "int")):
+    if kind != "int" or (layout, bits) not in COMPRESSED_FORMATS:
         raise _unsupported(
             f"compressed-tensors format '{layout}' with {bits} bits of type '{kind}'",
             METHODS["compressed-tensors"],

@@ -26,10 +26,10 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 @dataclass(frozen=True)
-class UnpackedMatrix:
-    """A quantized matrix, unpacked to integers: weight = scale · (value − zero).
+class StoredMatrix:
+    """A quantized matrix: weight = scale · (value − zero).
 
-    values: [d_out, d_in] int32, at least 0.
+    values: [d_out, d_in] int32, at least 0; or as in `QuantizedWeight.copy_values`.
     scales: [d_out, groups].
     zeros: [d_out, groups] int32.
     input_groups: [d_in] group of each input; None if groups consist of adjacent inputs.
@@ -81,7 +81,15 @@ def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
     return values.reshape(len(packed), -1)
 
 
-def _gptq(parts: Parts, stored: StoredQuantization, where: str) -> UnpackedMatrix:
+def pack_words(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return unsigned integers [rows, n] as rows of 32-bit words, the inverse of `unpack`."""
+    values = torch.nn.functional.pad(values, (0, -values.shape[1] % (32 // bits))).to(torch.uint8)
+    if bits == 4:
+        values = values[:, ::2] | values[:, 1::2] << 4
+    return values.contiguous().view(torch.int32)
+
+
+def _gptq(parts: Parts, stored: StoredQuantization, where: str) -> StoredMatrix:
     """Return a matrix [in, out], with weights packed along inputs and zeros along outputs."""
     values = unpack(_part(parts, "qweight", torch.int32, where).T, stored.bits)
     # The writers subtract the offset from whole words, so that a zero of 0 borrows from the next.
@@ -90,10 +98,10 @@ def _gptq(parts: Parts, stored: StoredQuantization, where: str) -> UnpackedMatri
     zeros = unpack(_part(parts, "qzeros", torch.int32, where) + ones, stored.bits).T
     scales = _part(parts, "scales", None, where).T
     groups = _part(parts, "g_idx", torch.int32, where, (1,)) if "g_idx" in parts else None
-    return UnpackedMatrix(values, scales, zeros, groups)
+    return StoredMatrix(values, scales, zeros, groups)
 
 
-def _awq(parts: Parts, stored: StoredQuantization, where: str) -> UnpackedMatrix:
+def _awq(parts: Parts, stored: StoredQuantization, where: str) -> StoredMatrix:
     """Return a matrix [in, out], packed along outputs in AWQ_ORDER."""
 
     def ordered(name: str) -> torch.Tensor:
@@ -101,29 +109,36 @@ def _awq(parts: Parts, stored: StoredQuantization, where: str) -> UnpackedMatrix
         return packed.view(len(packed), -1, 8)[:, :, list(AWQ_ORDER)].reshape(len(packed), -1).T
 
     values, scales = ordered("qweight"), _part(parts, "scales", None, where).T
-    return UnpackedMatrix(values, scales, ordered("qzeros"))
+    return StoredMatrix(values, scales, ordered("qzeros"))
 
 
-def _compressed(parts: Parts, stored: StoredQuantization, where: str) -> UnpackedMatrix:
+def _compressed(parts: Parts, stored: StoredQuantization, where: str) -> StoredMatrix:
     """Return a matrix of signed weights, packed along inputs, with zeros along outputs."""
     scales = _part(parts, "weight_scale", None, where, (0, 1, 2))
     middle = 2 ** (stored.bits - 1)
-    if stored.bits == 8:
-        values = _part(parts, "weight", torch.int8, where).int() + middle
+    groups = None
+    if "weight_g_idx" in parts:
+        groups = _part(parts, "weight_g_idx", torch.int32, where, (1,))
+    if stored.bits == 8 and "weight_packed" not in parts:
+        values = _part(parts, "weight", torch.int8, where)
+        values = values.view(torch.uint8) if groups is None else values.int() + middle
     else:
-        values = unpack(_part(parts, "weight_packed", torch.int32, where), 4)
+        values = _part(parts, "weight_packed", torch.int32, where)
+        if groups is not None:
+            values = unpack(values, stored.bits)
+        else:
+            # The bytes need no unpacking. Those of 8 bits have no sign yet.
+            values = values.view(torch.uint8)
+            values = values if stored.bits == 4 else values.bitwise_xor_(middle)
     if scales.ndim < 2 or len(scales) == 1:  # There is one scale for all outputs.
         scales = scales.reshape(1, 1).expand(len(values), 1)
     zeros = torch.full(scales.shape, middle, dtype=torch.int32)
     if stored.form.zeros:
         zeros = unpack(_part(parts, "weight_zero_point", torch.int32, where).T, 4).T[: len(values)]
-    groups = (
-        _part(parts, "weight_g_idx", torch.int32, where, (1,)) if "weight_g_idx" in parts else None
-    )
-    return UnpackedMatrix(values, scales, zeros, groups)
+    return StoredMatrix(values, scales, zeros, groups)
 
 
-_READERS: Mapping[str, Callable[[Parts, StoredQuantization, str], UnpackedMatrix]] = {
+_READERS: Mapping[str, Callable[[Parts, StoredQuantization, str], StoredMatrix]] = {
     "gptq": _gptq,
     "awq": _awq,
     "compressed-tensors": _compressed,
@@ -131,40 +146,56 @@ _READERS: Mapping[str, Callable[[Parts, StoredQuantization, str], UnpackedMatrix
 
 
 def _store(
-    matrix: UnpackedMatrix, stored: StoredQuantization, target: QuantizedWeight, where: str
+    matrix: StoredMatrix, stored: StoredQuantization, target: QuantizedWeight, where: str
 ) -> torch.Tensor | None:
     """Write a matrix to the slab. Return the order of its inputs there."""
-    rows, depth = target.shape
+    depth = target.shape[1]
     group = stored.group or depth
-    groups = -(-depth // group)
-    values = matrix.values[:, :depth]
-    for name, tensor, shape in (
-        ("weights", values, (rows, depth)),
-        ("scales", matrix.scales, (rows, groups)),
-        ("zeros", matrix.zeros, (rows, groups)),
-    ):
-        if tensor.shape != shape:
-            raise InvalidArgument(
-                f"{where}: {name} of shape {tuple(tensor.shape)}; by config.json it must be {shape}"
-            )
-    order = (
-        None if matrix.input_groups is None else _order(matrix.input_groups, depth, group, where)
-    )
-    if order is not None:
-        values = values[:, order]
+    in_bytes = matrix.values.dtype == torch.uint8
+    per_column = 8 // stored.bits if in_bytes else 1
+    values = matrix.values[:, : -(-depth // per_column)]
+    columns = min(values.shape[1] * per_column, depth)
+    _check_shapes(matrix, (len(values), columns), target.shape, -(-depth // group), where)
     middle = 2 ** (stored.bits - 1)
     if not target.format.zeros and not (matrix.zeros == middle).all():
         raise InvalidArgument(
             f"{where}: some zeros are not {middle}; this is supported only for 4 bits and with"
             " 'sym': false in config.json"
         )
-    if target.format.bits == 8:
-        values = values - middle
     # A large group in the files is split into several groups in the slab. The last one may have
     # fewer inputs, so it may be split into fewer.
     of_group = torch.arange(0, depth, target.format.group or depth) // group
-    target.fill(values, matrix.scales.float()[:, of_group], matrix.zeros[:, of_group])
+    scales, zeros = matrix.scales.float(), matrix.zeros
+    if len(of_group) > scales.shape[1]:
+        scales, zeros = scales[:, of_group], zeros[:, of_group]
+    if in_bytes:
+        target.copy_values(values)
+        target.fill(None, scales, zeros)
+        return None
+    groups = matrix.input_groups
+    order = None if groups is None else _order(groups, depth, group, where)
+    if order is not None:
+        values = values[:, order]
+    target.fill(values - middle if target.format.bits == 8 else values, scales, zeros)
     return order
+
+
+def _check_shapes(
+    matrix: StoredMatrix,
+    values: tuple[int, int],
+    expected: tuple[int, int],
+    groups: int,
+    where: str,
+) -> None:
+    for name, shape, must in (
+        ("weights", values, expected),
+        ("scales", tuple(matrix.scales.shape), (expected[0], groups)),
+        ("zeros", tuple(matrix.zeros.shape), (expected[0], groups)),
+    ):
+        if shape != must:
+            raise InvalidArgument(
+                f"{where}: {name} of shape {shape}; by config.json it must be {must}"
+            )
 
 
 def _order(input_groups: torch.Tensor, depth: int, group: int, where: str) -> torch.Tensor | None:

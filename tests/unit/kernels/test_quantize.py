@@ -13,7 +13,14 @@ from vlora.backends import Backend
 from vlora.kernels import quantize as quantize_module
 from vlora.kernels.formats import Format
 from vlora.kernels.quantize import CONVERTED_AT_ONCE, quantize
-from vlora.kernels.quantized import ZERO_STEPS, QuantizedWeight, allocate, dequantize, unpack
+from vlora.kernels.quantized import (
+    SYMMETRIC_ZERO,
+    ZERO_STEPS,
+    QuantizedWeight,
+    allocate,
+    dequantize,
+    unpack,
+)
 
 FORMATS = [
     Format(8, None),
@@ -61,6 +68,20 @@ def test_int4_equals_the_reference_except_for_ties(backend: Backend, form: Forma
         matrix = (torch.randn(100, depth) + shift).to(dtype)
         matrix[7] = 0
         check_int4(matrix, form, backend)
+
+
+@pytest.mark.parametrize(("form", "limit"), list(zip(INT4, (1.15, 1.08, 1.04), strict=True)))
+def test_whole_zeros_of_int4_cost_little(form: Format, limit: float) -> None:
+    matrix = torch.randn(64, 576)
+    matrix[:8] += 3  # Zeros of positive groups are 0.
+    errors = []
+    for whole in (False, True):
+        weight = allocate(form, *matrix.shape, torch.float32)
+        quantize(matrix, weight, whole_zeros=whole)
+        errors.append(float((dequantize(weight) - matrix)[8:].square().sum()))
+    zeros = SYMMETRIC_ZERO + weight.zeros[:, : 576 // (form.group or 1)] / ZERO_STEPS
+    assert torch.equal(zeros, zeros.round().clamp(0, 15))
+    assert 1 < errors[1] / errors[0] <= limit
 
 
 def check_int4(matrix: torch.Tensor, form: Format, backend: Backend) -> None:
