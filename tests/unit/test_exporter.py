@@ -250,7 +250,7 @@ def test_each_refused_request_is_one_line_of_the_log_up_to_a_bound(
     elsewhere.counted_elsewhere = True
     for error in (Cancelled("by its client"), elsewhere, NotFound("unknown\nadapter")):
         counts.add(error, "client-7")
-    expected = r'refused: {"id": "client-7", "code": "NOT_FOUND", "message": "unknown\nadapter"}'
+    expected = r'refused: {"id": "client-7", "code": "NOT_FOUND", "message": "unknown\\nadapter"}'
     assert caplog.messages == [expected]
     for _ in range(100):
         counts.add(NotFound("x" * 5000))
