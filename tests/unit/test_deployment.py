@@ -168,8 +168,8 @@ def test_the_files_that_compose_mounts_exist_and_the_dashboards_data_source_too(
 
 def test_envoys_health_check_sends_the_request_of_the_probe() -> None:
     text = (DOCKER / "chart" / "files" / "envoy.yaml").read_text()
-    (question,) = re.findall(r"\$question := `(.*)`", text)
-    request = json.loads(question)
+    (question,) = re.findall(r"text: ([0-9a-f]+)\n", text)
+    request = json.loads(bytes.fromhex(question))
     assert request["text_input"] == QUESTION.decode()
     assert json.loads(request["sampling_parameters"]) == json.loads(SAMPLING)
     assert f"path: /v2/models/{ENSEMBLE}/generate" in text
