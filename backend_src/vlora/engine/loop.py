@@ -17,7 +17,14 @@ from vlora.adapters.store import AdapterStore
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.engine.requests import RequestState
-from vlora.errors import Cancelled, Internal, InvalidArgument, Unavailable, VLoraError
+from vlora.errors import (
+    SHUTTING_DOWN,
+    Cancelled,
+    Internal,
+    InvalidArgument,
+    Unavailable,
+    VLoraError,
+)
 from vlora.live_requests import LiveRequest, RequestTable, State
 from vlora.metrics import EngineStats
 from vlora.request import MIN_STOPPABLE_ID, Output, OutputSink, Request, coalesce
@@ -156,7 +163,7 @@ class EngineLoop:
     def _closed(self) -> Unavailable:
         if self._failed:
             return Unavailable("the engine has failed, and its process ends")
-        return Unavailable("the server is shutting down")
+        return Unavailable(SHUTTING_DOWN)
 
     def abort(self, request_id: str, reason: VLoraError | None = None) -> bool:
         """End a request with `reason`, by default Cancelled. An unknown id is ignored.
