@@ -78,6 +78,15 @@ Log = Annotated[
 Grace = Annotated[
     int, option("SECONDS", "Seconds that running requests get to finish on shutdown.", min=0)
 ]
+HandOver = Annotated[
+    bool,
+    option(
+        None,
+        "On shutdown, refuse requests that have not begun with UNAVAILABLE, so that Envoy sends"
+        " them to another server.",
+        "--hand-over",
+    ),
+]
 StartTimeout = Annotated[
     float | None,
     option("SECONDS", "Seconds within which the server must be ready. Default: no limit.", min=0),
@@ -122,6 +131,7 @@ def serve(
     allow_shared_memory: AllowSharedMemory = False,
     log: Log = None,
     grace: Grace = int(GRACE_SECONDS),
+    hand_over: HandOver = False,
     start_timeout: StartTimeout = None,
     restart: Restart = False,
     options_file: common.OptionsFileOption = None,
@@ -157,6 +167,7 @@ def serve(
             keep_log=True,
             start_seconds=start_timeout,
             grace_seconds=grace,
+            hand_over=hand_over,
         )
         supervisor = Supervisor(server_options, print_lines, RestartPolicy() if restart else None)
         if gateway_port is not None:

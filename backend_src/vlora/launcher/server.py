@@ -199,6 +199,8 @@ class TritonServer:
     def stop(self, grace_seconds: float | None = None) -> None:
         """Reject new requests, let running ones finish, cancel the rest, and end the server.
 
+        With the option `hand_over`, those that have not begun are refused at once.
+
         grace_seconds: seconds that running requests get; by default those of the options.
         """
         if self._process is not None and self.is_running:
@@ -224,7 +226,7 @@ class TritonServer:
 
     def _drain(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds + CANCEL_SECONDS
-        draining.begin(self._folder, seconds)
+        draining.begin(self._folder, seconds, self.options.hand_over)
         while draining.unfinished(self._folder) and time.monotonic() < deadline:
             if self.failure() is not None:
                 return

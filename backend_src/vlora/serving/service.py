@@ -98,6 +98,11 @@ class Service(ABC):
         self.refuse()
         self._closed.set()
         self._watcher.join()
+        self.hand_over()
+
+    def hand_over(self) -> None:
+        """Refuse new requests and those that wait, which another server may answer."""
+        self.refuse()
         for request in self.table:
             self.table.end_waiting(request, Unavailable(SHUTTING_DOWN))
 

@@ -66,7 +66,8 @@ class TritonPythonModel:
                 lambda: self._loop.adapters.table, self._loop.max_model_len
             ).as_json,
         )
-        self._process.lifeline.on_drain(self._loop.shutdown)
+        lifeline = self._process.lifeline
+        lifeline.on_drain(lambda seconds: self._loop.shutdown(seconds, lifeline.hands_over))
 
     def execute(self, requests: list[Any]) -> None:
         self._process.hand_over(requests, self._service)
