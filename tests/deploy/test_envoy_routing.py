@@ -109,7 +109,7 @@ class Proxy:
 def proxy(tools: Path, fakes: list[FakeServer], tmp_path: Path) -> Iterator[Proxy]:
     ports = kit.free_ports("grpc", "http")
     path = write_configuration(tmp_path, LOOPBACK, [*ports.values()], health_checks=False)
-    command = [tools / "envoy", "-c", path, "--concurrency", "2", "--use-dynamic-base-id"]
+    command = [tools / "envoy", "-c", path, "--concurrency", "2", "--disable-hot-restart"]
     with kit.running(command, tmp_path / "envoy.log"):
         envoy = Proxy(tmp_path, ports["grpc"])
         envoy.use(fakes)

@@ -225,3 +225,15 @@ transport_socket_matches:
       typed_config:
         "@type": type.googleapis.com/envoy.extensions.transport_sockets.raw_buffer.v3.RawBuffer
 {{- end }}
+
+{{- /* Options of a client of the server in its own pod; none without TLS. */ -}}
+{{- define "vlora.clientTls" -}}
+{{- if .Values.tls.enabled -}}
+- --tls-ca=/tls/ca.crt
+- --tls-name={{ include "vlora.tlsName" . }}
+{{- if .Values.tls.clientCa }}
+- --tls-key=/tls/tls.key
+- --tls-certificate=/tls/tls.crt
+{{- end }}
+{{- end }}
+{{- end }}
