@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections import Counter
@@ -182,6 +183,8 @@ def test_a_queue_that_is_handed_over_at_once_is_answered_by_another_server(
     until(lambda: first.calls == len(waiting))
     proxy.use([first, second], draining=(first,))
     until(lambda: {proxy.ask(None, timeout=60) for _ in range(8)} == {"two"})
+    proxy.use([second])  # Requests to a server outlast its removal.
+    time.sleep(0.5)
     first.refuses = True
     first.open.set()
     assert {one.result(timeout=60).id for one in waiting} == {"two"}

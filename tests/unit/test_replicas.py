@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.support.polling import until
+from vlora.cli import app
 from vlora.errors import InvalidArgument, ServerError
 from vlora.launcher import envoy, replicas
 from vlora.launcher.envoy import Server, write_configuration, write_servers
@@ -109,7 +111,7 @@ def test_a_replica_that_breaks_is_started_again(
 
 @pytest.fixture
 def both(made: list[FakeServer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    monkeypatch.setattr(envoy, "binary", lambda: Path("envoy"))
+    monkeypatch.setattr(envoy, "program", lambda: Path("envoy"))
     monkeypatch.setattr(replicas, "shares_of", lambda items, count, name: [items] * count)
     monkeypatch.setattr(Replicas, "_start_envoy", lambda self: None)
     monkeypatch.setattr(Replicas, "_wait_for_envoy", lambda self: None)
@@ -155,12 +157,33 @@ def test_a_rolling_restart_ends_with_a_replica_that_does_not_start(
     assert both.failure() is None
 
 
-def test_replicas_share_cores_and_refuse_what_reaches_only_one(made: list[FakeServer]) -> None:
+def test_replicas_share_cores_and_refuse_what_they_cannot_do(
+    made: list[FakeServer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     assert shares_of([0, 1, 2, 3, 4], 2, "cores") == [[0, 1], [2, 3, 4]]
     with pytest.raises(ServerError, match="--replicas 3 needs as many cores; there are 2"):
         shares_of([0, 1], 3, "cores")
     with pytest.raises(ServerError, match="--allow-shared-memory does not work with --replicas"):
         Replicas(ServerOptions(allow_shared_memory=True), 2, print, on_gpus=False)
+    monkeypatch.setattr(envoy, "find_program", lambda: None)
+    with pytest.raises(ServerError, match="Envoy is not installed"):
+        Replicas(ServerOptions(), 2, print, on_gpus=False)
+    monkeypatch.setattr(envoy, "find_program", lambda: Path("envoy"))
+    monkeypatch.setattr(replicas, "shares_of", lambda items, count, name: [items] * count)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("long" * 20)))
+    with pytest.raises(ServerError, match="set TMPDIR to a shorter one"):
+        Replicas(ServerOptions(), 2, print, on_gpus=False).run(lambda one, seconds: None)
+
+
+def test_a_command_writes_the_files_of_envoy_for_several_hosts(tmp_path: Path) -> None:
+    command = ["envoy", str(tmp_path / "new"), "--server", "127.0.0.1", "--server", "[::1]:10:11"]
+    printed = CliRunner().invoke(app, command)
+    assert f"-c {tmp_path}/new/envoy.yaml" in printed.output
+    config = json.loads((tmp_path / "new" / "envoy.yaml").read_text())
+    assert all("health_checks" in one for one in config["static_resources"]["clusters"])
+    assert '"::1"' in (tmp_path / "new" / "servers_grpc.yaml").read_text()
+    refused = CliRunner().invoke(app, [*command, "--server", "host:1"])
+    assert "--server takes HOST or HOST:HTTP:GRPC, not 'host:1'" in refused.output
 
 
 def test_the_files_of_envoy_name_the_servers(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ Port = Annotated[int, option("PORT", "Envoy's port, for gRPC and HTTP.")]
 @app.command(cls=Command)
 def envoy(folder: Folder, server: Servers, host: Host = LOOPBACK, port: Port = 9001) -> None:
     """Write the files of an Envoy in front of several servers. A running Envoy notices new ones."""
-    from vlora.launcher.envoy import Server, binary, write_configuration, write_servers
+    from vlora.launcher.envoy import Server, find_program, write_configuration, write_servers
 
     with report_errors():
         servers = []
@@ -47,4 +47,4 @@ def envoy(folder: Folder, server: Servers, host: Host = LOOPBACK, port: Port = 9
         path = write_configuration(folder.absolute(), host, [port], health_checks=True)
         write_servers(folder, servers)
         typer.echo(f"Envoy sends requests to {len(servers)} servers. To start it, run:")
-        typer.echo(f"  {binary()} -c {path} --disable-hot-restart")
+        typer.echo(f"  {find_program() or 'envoy'} -c {path} --disable-hot-restart")

