@@ -65,7 +65,7 @@ class Replica:
         self.name = name
         self.cores = cores
         self.status = Status.DOWN
-        self.error: ServerError | None = None
+        self.error: Exception | None = None  # Why the thread has ended.
         self.server = self._make(options)
         self._say: Say = lambda text: say(f"replica {name}: {text}")
         self._changed = changed
@@ -99,6 +99,7 @@ class Replica:
         while self.is_alive:
             self._kill()
             self._thread.join(WATCH_SECONDS)
+        self._kill()
 
     def _kill(self) -> None:
         if self.server.is_running:
@@ -118,7 +119,7 @@ class Replica:
                 policy, options = RestartPolicy(), self.server.options
                 supervisor = Supervisor(options, self._say, policy, self._make, self._sleep)
                 supervisor.supervise(lambda server, seconds: None)
-        except ServerError as error:
+        except Exception as error:  # Also a full disk; the others go on.
             self.error = error
             if not self._ends:
                 self._say(str(error))
