@@ -64,22 +64,26 @@ class Server(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.headers.append(dict(context.invocation_metadata()))
         ended = threading.Event()
         context.add_callback(ended.set)
-        for _ in requests if self._answers else ():
-            if self.refusals:
-                yield service_pb2.ModelStreamInferResponse(error_message=self.refusals.pop())
-                break
-            answer = service_pb2.ModelStreamInferResponse()
-            final = answer.infer_response.parameters["triton_final_response"]
-            final.bool_param = not self._hangs
-            answer.infer_response.outputs.add(name="details", datatype="BYTES", shape=[1])
-            raw = json.dumps(self.description).encode()
-            answer.infer_response.raw_output_contents.append(len(raw).to_bytes(4, "little") + raw)
-            yield answer
+        try:
+            for _ in requests if self._answers else ():
+                if self.refusals:
+                    yield service_pb2.ModelStreamInferResponse(error_message=self.refusals.pop())
+                    break
+                answer = service_pb2.ModelStreamInferResponse()
+                final = answer.infer_response.parameters["triton_final_response"]
+                final.bool_param = not self._hangs
+                answer.infer_response.outputs.add(name="details", datatype="BYTES", shape=[1])
+                raw = json.dumps(self.description).encode()
+                answer.infer_response.raw_output_contents.append(
+                    len(raw).to_bytes(4, "little") + raw
+                )
+                yield answer
+                if self._hangs:
+                    break
             if self._hangs:
-                break
-        if self._hangs:
-            ended.wait(60)
-        self.running -= 1
+                ended.wait(60)
+        finally:  # A call that ends while its answer is sent does not go on after `yield`.
+            self.running -= 1
 
 
 @pytest.fixture
