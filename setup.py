@@ -85,6 +85,7 @@ class BuildWithData(build_py):
     """Copies the data folders of the source tree into the wheel, as `vlora/_data`."""
 
     DATA = (
+        "docker/chart/files",
         "model_repository",
         "tools/demo/checkpoint",
         "tools/demo/adapters",

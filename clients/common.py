@@ -8,8 +8,9 @@ import os
 import queue
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import tritonclient.grpc as grpcclient
@@ -25,7 +26,8 @@ CODE = re.compile(r"\b([A-Z_]{8,}): ")
 TRITON_PREFIXES = re.compile(r"(in ensemble '[^']*', |\[request id: [^\]]*\] )+")
 # Text of gRPC's errors when the port belongs to an HTTP/1 server, such as Triton's.
 NOT_GRPC = re.compile("Failed parsing HTTP/2|Socket closed")
-# Variable that lists the hosts gRPC reaches without a proxy. It overrides `no_proxy`.
+# Message of a server to a request that it has not begun.
+SHUTTING_DOWN = "UNAVAILABLE: the server is shutting down"
 NO_PROXY = "no_grpc_proxy"
 """Variable that lists the hosts gRPC reaches without a proxy. It overrides `no_proxy`."""
 
@@ -95,6 +97,16 @@ def sampling_parameters(adapter: str | None, **options: object) -> str:
     return json.dumps({key: value for key, value in parameters.items() if value is not None})
 
 
+def routing_headers(adapter: str | None, stream_id: str | None = None) -> dict[str, str]:
+    """Return the header by which Envoy selects one of several servers.
+
+    An adapter is loaded by one server then, and all chunks of a camera's stream reach one, where a
+    newer chunk supersedes the older ones.
+    """
+    parts = [quote(part or "", safe="") for part in (adapter, stream_id)]
+    return {"x-lora-adapter": "/".join(parts).rstrip("/")} if any(parts) else {}
+
+
 def string_input(name: str, values: Sequence[str | bytes]) -> Any:
     """Return an input tensor of type BYTES and shape [len(values)]."""
     raw = [value.encode() if isinstance(value, str) else value for value in values]
@@ -161,13 +173,39 @@ def stream_responses(
     inputs: Sequence[Any],
     request_id: str = "",
     seconds: float = ANSWER_SECONDS,
+    headers: Mapping[str, str] | None = None,
 ) -> Iterator[Any]:
     """Yield each response of one streaming request. Leaving the loop cancels the request.
 
+    A request that a server which shuts down has not begun is sent once more, since Envoy selects
+    another server then.
+
     Raises the server's error, or ClientError if `seconds` pass without a response.
     """
+    for is_last in (False, True):
+        begun = False
+        try:
+            for result in _responses(client, model, inputs, request_id, seconds, headers):
+                begun = True
+                yield result
+            return
+        except InferenceServerException as error:
+            if begun or is_last or SHUTTING_DOWN not in str(error.message()):
+                raise
+
+
+def _responses(
+    client: Any,
+    model: str,
+    inputs: Sequence[Any],
+    request_id: str,
+    seconds: float,
+    headers: Mapping[str, str] | None,
+) -> Iterator[Any]:
     answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
-    client.start_stream(callback=lambda result, error: answers.put((result, error)))
+    client.start_stream(
+        callback=lambda result, error: answers.put((result, error)), headers=dict(headers or {})
+    )
     finished = False
     try:
         client.async_stream_infer(

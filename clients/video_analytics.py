@@ -136,7 +136,7 @@ class Analysis:
         try:
             slot, inputs = await self._inputs(chunk, stream)
             start = time.perf_counter()
-            answer = await self._call(inputs)
+            answer = await self._call(inputs, self._stream_id(stream))
             latency = time.perf_counter() - start
             log.latencies.append(latency)
             record |= {"latency_ms": round(latency * 1e3, 2)}
@@ -166,15 +166,20 @@ class Analysis:
     def _sampling(self, stream: int) -> str:
         return common.sampling_parameters(
             self._options.adapter,
-            stream_id=f"{self._run}-{stream}",
+            stream_id=self._stream_id(stream),
             supersede=True,
             deadline_ms=self._deadline,
         )
 
-    async def _call(self, inputs: list[Any]) -> Any:
+    def _stream_id(self, stream: int) -> str:
+        return f"{self._run}-{stream}"
+
+    async def _call(self, inputs: list[Any], stream_id: str) -> Any:
         """Return the answer to one request. The request continues if its stream ends early."""
+        headers = common.routing_headers(self._options.adapter, stream_id)
+        seconds = common.ANSWER_SECONDS
         call = asyncio.ensure_future(
-            self._client.infer(MODEL, inputs, client_timeout=common.ANSWER_SECONDS)
+            self._client.infer(MODEL, inputs, headers=headers, client_timeout=seconds)
         )
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)

@@ -124,7 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         first = 0.0
         tokens = 0
         finish = text = ""
-        for response in common.stream_responses(client, MODEL, inputs):
+        headers = common.routing_headers(options.adapter)
+        for response in common.stream_responses(client, MODEL, inputs, headers=headers):
             first = first or time.perf_counter() - start
             piece = common.first_string(response, "text_output")
             print(piece, end="", flush=True)

@@ -90,6 +90,9 @@ BY_CODE: dict[str, type[VLoraError]] = {
 
 _CODED = re.compile(r"(?:^|\W)(" + "|".join(BY_CODE) + r"): (.*)", re.DOTALL)
 
+# Message of Unavailable to a request that has not begun. Another server may answer it.
+SHUTTING_DOWN = "the server is shutting down"
+
 MAX_NAMES = 20  # Maximum number of adapters that a message lists.
 
 

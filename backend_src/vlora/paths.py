@@ -1,8 +1,8 @@
 """Paths of the model repository and the demo, in the source tree or in an installed package.
 
-A wheel contains the model repository and the demo's checkpoint, adapters and samples in
-`vlora/_data`, in the layout of the source tree. So the relative paths in `model.json` are valid in
-the source tree and in a wheel.
+A wheel contains the model repository, Envoy's configuration and the demo's checkpoint, adapters and
+samples in `vlora/_data`, in the layout of the source tree. So the relative paths in `model.json`
+are valid in the source tree and in a wheel.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ from pathlib import Path
 # Environment variable by which a server and its models get the path of their run's folder.
 RUN_VARIABLE = "VLORA_RUN"
 SERVER_VARIABLE = "VLORA_SERVER"  # Environment variable by which models get their server's id.
+# Environment variable by which a replica's models get the folder that all replicas share.
+PEERS_VARIABLE = "VLORA_PEERS"
 SHARED_MEMORY = Path("/dev/shm")
 
 

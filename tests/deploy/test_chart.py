@@ -162,6 +162,21 @@ def test_kserves_runtime_has_the_deployments_options_probes_and_security(tools: 
     assert runtime["volumes"] == deployed["volumes"]
 
 
+def test_the_pool_points_at_the_gateway_beside_each_server(tools: Path) -> None:
+    resources = render(tools, EVERYTHING)["resources"]
+    (pool,) = [one["spec"] for one in resources if one["kind"] == "InferencePool"]
+    pods = [one["spec"]["template"] for one in resources if one["kind"] == "Deployment"]
+    (pod,) = [one for one in pods if selects(pool["selector"], one["metadata"]["labels"])]
+    server, gateway = pod["spec"]["containers"]
+    assert [one["number"] for one in pool["targetPorts"]] == [gateway["ports"][0]["containerPort"]]
+    assert gateway["args"][0] == "gateway"
+    probe = server["livenessProbe"]["exec"]["command"]
+    assert [one for one in gateway["args"] if one.startswith("--tls")] == [
+        one for one in probe if one.startswith("--tls")
+    ]
+    assert "--hand-over" in server["args"]
+
+
 def test_a_digest_decides_the_image(tools: Path) -> None:
     digest = "sha256:" + "0" * 64
     resources = render(tools, {"image": {"digest": digest}})["resources"]
@@ -182,6 +197,8 @@ def test_a_digest_decides_the_image(tools: Path) -> None:
         {"checkpoint": {"source": "download"}},
         {"checkpoint": {"source": "claim"}},
         {"tls": {"enabled": True}},
+        {"gateway": {"enabled": True}},
+        {"inferencePool": {"enabled": True}},
         {"envoy": {"enabled": True}, "service": {"headless": False}},
     ],
 )

@@ -71,7 +71,9 @@ def scraping(programs: Path, targets: list[str], folder: Path) -> Iterator[Prome
     """
     config = yaml.safe_load(CONFIG.read_text())
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
-    config["scrape_configs"][0]["static_configs"][0]["targets"] = targets
+    (job,) = config["scrape_configs"]
+    del job["dns_sd_configs"]
+    job["static_configs"] = [{"targets": targets}]
     (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
     (rules,) = config["rule_files"]
     text = re.sub(r"^( +for:) \w+$", r"\1 0s", ALERTS.read_text(), flags=re.MULTILINE)

@@ -12,7 +12,7 @@ from tests.support.engine_client import PATIENCE, Collector, endless, request
 from tests.support.polling import until
 from vlora.engine.engine import Engine
 from vlora.engine.loop import EngineLoop
-from vlora.errors import Cancelled, Internal, InvalidArgument, Unavailable
+from vlora.errors import SHUTTING_DOWN, Cancelled, Internal, InvalidArgument, Unavailable
 from vlora.live_requests import MAX_IDS, PATIENCE_SECONDS, EarlyCancels, LiveRequest
 from vlora.request import Output, Request, TokenLogprob, coalesce
 from vlora.sampling import SamplingParams
@@ -278,6 +278,26 @@ def test_shutdown_lets_live_requests_finish(engine: Engine) -> None:
         assert sink.last(f"r{index}").finish_reason == "length"
     with pytest.raises(Unavailable, match="shutting down"):
         loop.submit(request("late"), sink)
+
+
+def test_a_shutdown_that_hands_over_refuses_what_has_not_begun(engine: Engine) -> None:
+    loop = EngineLoop(engine, max_waiting=6)
+    sink = Collector()
+    for index in range(9):
+        loop.submit(request(f"r{index}", max_tokens=40), sink)
+        if index < 4:  # As many as run together.
+            until(lambda name=f"r{index}": sink.outputs.get(name))
+    loop.admit(LiveRequest("reading"))
+    closing = threading.Thread(target=loop.shutdown, args=(PATIENCE, True))
+    closing.start()
+    until(lambda: loop._hands_over)
+    with pytest.raises(Unavailable, match="the server is shutting down"):
+        loop.submit(request("reading"), sink)
+    closing.join()
+    errors = [sink.last(f"r{index}").error for index in range(9)]
+    assert errors[:4] == [None] * 4
+    assert {str(error) for error in errors[4:]} == {SHUTTING_DOWN}
+    assert all(isinstance(error, Unavailable) for error in errors[4:])
 
 
 def test_shutdown_without_drain_time_cancels_the_remaining_requests(engine: Engine) -> None:

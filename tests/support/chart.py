@@ -13,7 +13,11 @@ VERSIONS = ["1.33.0", "1.37.0"]
 """Versions of Kubernetes whose schemas the resources must match."""
 
 TLS = {"enabled": True, "secret": "certificates", "clientCa": "clients.crt"}
-GATEWAY = {"envoy": {"enabled": True}, "inferencePool": {"enabled": True}}
+GATEWAY = {
+    "envoy": {"enabled": True},
+    "gateway": {"enabled": True, "keysSecret": "keys"},
+    "inferencePool": {"enabled": True},
+}
 EVERYTHING = {
     **GATEWAY,
     "kserve": {"enabled": True},

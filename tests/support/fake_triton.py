@@ -17,6 +17,7 @@ import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor
 
+from clients import common
 from vlora.vision.results import build_result
 
 
@@ -31,6 +32,8 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.registered: list[str] = []
         self.models = {"visual_retrieval", "video_analytics"}
         self.refusal: str | None = None
+        self.hands_over = False  # Whether the next stream is refused before its first answer.
+        self.headers: list[dict[str, str]] = []
         self.allows_shared_memory = True
         self.cancelled = threading.Event()
 
@@ -63,6 +66,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
 
     def ModelInfer(self, request, context):  # noqa: N802
         values = self._read(request)
+        self.headers.append(dict(context.invocation_metadata()))
         time.sleep(self.delay)
         if self.refusal:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, self.refusal)
@@ -79,8 +83,13 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
 
     def ModelStreamInfer(self, requests, context):  # noqa: N802
         context.add_callback(self.cancelled.set)
+        self.headers.append(dict(context.invocation_metadata()))
         for request in requests:
             self._read(request)
+            if self.hands_over:
+                self.hands_over = False
+                yield service_pb2.ModelStreamInferResponse(error_message=common.SHUTTING_DOWN)
+                continue
             for word in self.words:
                 time.sleep(self.delay)
                 yield service_pb2.ModelStreamInferResponse(

@@ -51,6 +51,15 @@ def test_parts_of_an_answer_are_printed_as_they_arrive(picture, triton, capsys):
     assert json.loads(sampling_parameters(None, seed=None, temperature=0)) == {"temperature": 0}
 
 
+def test_a_stream_that_a_server_hands_over_is_sent_again_with_its_header(triton, capsys):
+    triton.hands_over = True
+    visual_retrieval.main(["--url", triton.url, "What is this?", "--adapter", "glyphs"])
+    assert capsys.readouterr().out == "a red star\n"
+    assert [one["x-lora-adapter"] for one in triton.headers] == ["glyphs", "glyphs"]
+    assert common.routing_headers("a/b", "gate 2") == {"x-lora-adapter": "a%2Fb/gate%202"}
+    assert common.routing_headers(None) == {}
+
+
 def test_an_answer_that_stalls_times_out_and_is_cancelled(monkeypatch):
     monkeypatch.setattr("clients.common.ANSWER_SECONDS", 0.1)
     with FakeTriton(delay=2.0, words=("never",)) as triton:

@@ -89,7 +89,7 @@ def test_every_option_in_the_chart_exists(file: str) -> None:
     ours = {option for option in used if not option.startswith(TRITON)}
     ours.discard("--")
     assert ours
-    assert ours <= options_of("serve") | options_of("probe")
+    assert ours <= options_of("serve") | options_of("probe") | options_of("gateway")
 
 
 @pytest.mark.parametrize("file", IMAGES)
@@ -114,9 +114,10 @@ def test_foreign_images_are_pinned_by_their_digests() -> None:
     compose = yaml_of("compose.yaml")
     images = [one["image"] for one in compose["services"].values() if "build" not in one]
     images.append(values()["envoy"]["image"])
+    assert compose["services"]["envoy"]["image"] == values()["envoy"]["image"]
     for file in IMAGES:
         images += [stage.base for stage in read((DOCKER / file).read_text())]
-    assert len(images) == 7
+    assert len(images) == 8
     for image in images:
         assert re.search(r":[^@/]+@sha256:[0-9a-f]{64}$", image), image
     version = values()["envoy"]["image"].partition(":v")[2].partition("@")[0]
@@ -135,6 +136,17 @@ def test_all_files_use_the_default_ports_of_the_command_line() -> None:
         assert f'"--metrics-port", "{ports["metrics"]}"' in text
     compose = yaml_of("compose.yaml")
     server = compose["services"]["server-cpu"]
+    envoy = yaml_of("chart/files/envoy.yaml")["static_resources"]
+    (listener,) = (one for one in envoy["listeners"] if one["name"] == "serving")
+    port = listener["address"]["socket_address"]["port_value"]
+    assert compose["services"]["envoy"]["ports"] == [f"${{VLORA_BIND:-127.0.0.1}}:{port}:{port}"]
+    found = {
+        one["name"]: one["load_assignment"]["endpoints"][0]["lb_endpoints"][0]["endpoint"]
+        for one in envoy["clusters"]
+    }
+    for name in ("http", "grpc"):
+        address = found[f"servers_{name}"]["address"]["socket_address"]
+        assert address == {"address": "server", "port_value": ports[name]}
     # Docker forwards published ports past the host's firewall.
     assert server["ports"] == [
         f"${{VLORA_BIND:-127.0.0.1}}:{port}:{port}" for port in ports.values()
@@ -142,7 +154,8 @@ def test_all_files_use_the_default_ports_of_the_command_line() -> None:
     (alias,) = server["networks"]["default"]["aliases"]
     scraped = yaml_of("prometheus/prometheus.yaml")
     (job,) = scraped["scrape_configs"]
-    assert job["static_configs"] == [{"targets": [f"{alias}:{ports['metrics']}"]}]
+    (found,) = job["dns_sd_configs"]
+    assert (found["names"], found["port"]) == ([alias], ports["metrics"])
 
 
 def test_the_drain_time_of_chart_and_compose_is_the_servers() -> None:
@@ -168,8 +181,8 @@ def test_the_files_that_compose_mounts_exist_and_the_dashboards_data_source_too(
 
 def test_envoys_health_check_sends_the_request_of_the_probe() -> None:
     text = (DOCKER / "chart" / "files" / "envoy.yaml").read_text()
-    (question,) = re.findall(r"\$question := `(.*)`", text)
-    request = json.loads(question)
+    (question,) = re.findall(r"text: ([0-9a-f]+)\n", text)
+    request = json.loads(bytes.fromhex(question))
     assert request["text_input"] == QUESTION.decode()
     assert json.loads(request["sampling_parameters"]) == json.loads(SAMPLING)
     assert f"path: /v2/models/{ENSEMBLE}/generate" in text

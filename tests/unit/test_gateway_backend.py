@@ -22,10 +22,17 @@ import pytest
 
 from tests.support.gateway import running
 from tests.support.polling import until
-from vlora.errors import BY_CODE
+from vlora.errors import BY_CODE, SHUTTING_DOWN
 from vlora.gateway import backend
 from vlora.gateway.app import Gateway
-from vlora.gateway.backend import RECONNECT_SECONDS, Backend, Question, wait_for_first_answer
+from vlora.gateway.backend import (
+    RECONNECT_SECONDS,
+    ROUTING_HEADER,
+    Backend,
+    Question,
+    routing_headers,
+    wait_for_first_answer,
+)
 from vlora.gateway.errors import STATUSES, ApiError, from_grpc
 from vlora.gateway.options import GatewayOptions
 from vlora.net import Tls, choose_ports, grpc_options, load_grpc_stubs
@@ -40,30 +47,43 @@ class Server(service_pb2_grpc.GRPCInferenceServiceServicer):
     first answer.
 
     calls, running: numbers of all calls, and of those that have not ended.
+    refusals: errors of the next requests.
     """
 
     def __init__(self, hangs: bool, answers: bool) -> None:
         self.calls = self.running = 0
         self.description: dict[str, Any] = {}
+        self.headers: list[dict[str, str]] = []
+        self.refusals: list[str] = []
         self._hangs = hangs
         self._answers = answers
 
     def ModelStreamInfer(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:  # noqa: N802
         self.calls += 1
         self.running += 1
+        self.headers.append(dict(context.invocation_metadata()))
         ended = threading.Event()
         context.add_callback(ended.set)
-        for _ in requests if self._answers else ():
-            answer = service_pb2.ModelStreamInferResponse()
-            answer.infer_response.outputs.add(name="details", datatype="BYTES", shape=[1])
-            raw = json.dumps(self.description).encode()
-            answer.infer_response.raw_output_contents.append(len(raw).to_bytes(4, "little") + raw)
-            yield answer
+        try:
+            for _ in requests if self._answers else ():
+                if self.refusals:
+                    yield service_pb2.ModelStreamInferResponse(error_message=self.refusals.pop())
+                    break
+                answer = service_pb2.ModelStreamInferResponse()
+                final = answer.infer_response.parameters["triton_final_response"]
+                final.bool_param = not self._hangs
+                answer.infer_response.outputs.add(name="details", datatype="BYTES", shape=[1])
+                raw = json.dumps(self.description).encode()
+                answer.infer_response.raw_output_contents.append(
+                    len(raw).to_bytes(4, "little") + raw
+                )
+                yield answer
+                if self._hangs:
+                    break
             if self._hangs:
-                break
-        if self._hangs:
-            ended.wait(60)
-        self.running -= 1
+                ended.wait(60)
+        finally:  # A call that ends while its answer is sent does not go on after `yield`.
+            self.running -= 1
 
 
 @pytest.fixture
@@ -134,6 +154,33 @@ def test_servers_with_one_name_are_asked_in_turn(address: str) -> None:
     assert one.calls > 0
     assert two.calls > 0
     assert dict(grpc_options("dns:///vlora:8001"))["grpc.lb_policy_name"] == "round_robin"
+
+
+@pytest.mark.parametrize(
+    ("refusals", "calls"),
+    [([SHUTTING_DOWN], 2), ([SHUTTING_DOWN] * 2, 2), (["the queue is full: 9"], 1)],
+)
+def test_a_question_that_a_server_hands_over_is_sent_again_once(
+    address: str, refusals: list[str], calls: int
+) -> None:
+    async def ask() -> list[Any]:
+        sampling = {"lora_name": "Grüße/1", "stream_id": "gate 2"}
+        async with client(address) as asked:
+            try:
+                return [one async for one in asked.ask(Question("a" * 32, "?", sampling=sampling))]
+            finally:
+                assert asked._kept_bytes == 0
+
+    with serving(address) as server:
+        server.refusals = [f"UNAVAILABLE: {refusal}" for refusal in refusals]
+        # The fake's only answer has no finish reason.
+        reason = "did not finish" if refusals == [SHUTTING_DOWN] else refusals[0]
+        with pytest.raises(ApiError, match=reason):
+            asyncio.run(ask())
+    assert server.calls == calls
+    assert {one[ROUTING_HEADER] for one in server.headers} == {"Gr%C3%BC%C3%9Fe%2F1/gate%202"}
+    assert routing_headers({"lora_name": "a"}) == ((ROUTING_HEADER, "a"),)
+    assert routing_headers({"temperature": 0}) == ()
 
 
 @pytest.mark.parametrize("size", [1, 80_000_000])

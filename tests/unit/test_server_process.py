@@ -116,8 +116,8 @@ import time
 from vlora.server_run import RUN_VARIABLE, SHARED_MEMORY, shared_memory_prefix
 from vlora.serving.model_process import Lifeline
 lifeline = Lifeline("lmm")
-lifeline.on_drain(lambda seconds: print(0 < seconds <= 50, lifeline.draining, flush=True))
-print(lifeline.draining, flush=True)
+lifeline.on_drain(lambda seconds: print(0 < seconds <= 50, lifeline.hands_over, flush=True))
+print(lifeline.hands_over, flush=True)
 time.sleep(60)
 """
 
@@ -130,7 +130,7 @@ def test_a_model_drains_when_its_server_stops_and_ends_with_it(tmp_path: Path) -
         model = psutil.Process(int(line(server)))
         assert line(server) == "False"
         assert draining.unfinished(folder) == [f"lmm.{model.pid}"]
-        draining.begin(folder, seconds=50)
+        draining.begin(folder, seconds=50, hand_over=True)
         assert line(server) == "True True"
         until(lambda: draining.unfinished(folder) == [])
         region.touch()

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 
 PACKAGE = PurePosixPath("backend_src/vlora")
 DEMO = ("tools/demo/checkpoint/", "tools/demo/adapters/", "tools/demo/samples/")
-DATA = ("model_repository/", *DEMO)
+DATA = ("docker/chart/files/", "model_repository/", *DEMO)
 """Folders of the source tree that the wheel contains under `vlora/_data`."""
 TO_BUILD = ("csrc/", "backend_src/vlora/", *DATA)
 TO_BUILD_FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "constraints.txt")

@@ -33,6 +33,7 @@ from vlora.errors import MAX_NAMES, ServerError
 from vlora.gateway.options import MIB, check_base_name
 from vlora.launcher.assembly import unknown_variables
 from vlora.launcher.gateway_process import GatewayProcess
+from vlora.launcher.replicas import Replicas
 from vlora.launcher.repository import GRACE_SECONDS, STANDARD_OUTPUT, ServerOptions
 from vlora.launcher.server import TritonServer
 from vlora.launcher.supervisor import RestartPolicy, Supervisor
@@ -78,9 +79,28 @@ Log = Annotated[
 Grace = Annotated[
     int, option("SECONDS", "Seconds that running requests get to finish on shutdown.", min=0)
 ]
+HandOver = Annotated[
+    bool,
+    option(
+        None,
+        "On shutdown, refuse requests that have not begun with UNAVAILABLE, so that Envoy sends"
+        " them to another server.",
+        "--hand-over",
+    ),
+]
 StartTimeout = Annotated[
     float | None,
     option("SECONDS", "Seconds within which the server must be ready. Default: no limit.", min=0),
+]
+Count = Annotated[
+    int,
+    option(
+        "NUMBER",
+        "Servers on this machine behind Envoy, which share its cores, GPUs and caches; SIGUSR1"
+        " restarts them one after the other.",
+        "--replicas",
+        min=1,
+    ),
 ]
 Restart = Annotated[bool, option(None, "Restart the server when it fails.", "--restart")]
 Settings = Annotated[
@@ -122,8 +142,10 @@ def serve(
     allow_shared_memory: AllowSharedMemory = False,
     log: Log = None,
     grace: Grace = int(GRACE_SECONDS),
+    hand_over: HandOver = False,
     start_timeout: StartTimeout = None,
     restart: Restart = False,
+    replicas: Count = 1,
     options_file: common.OptionsFileOption = None,
     settings: Settings = None,
     triton: Triton = None,
@@ -144,7 +166,7 @@ def serve(
         check_device(options.device)
         server_options = ServerOptions(
             repository=configured.repository,
-            model_json=configured.replacing,
+            model_json={**configured.replacing, **_cache_shares(options, replicas)},
             triton_arguments=tuple(triton or ()),
             host=host,
             allow_shared_memory=allow_shared_memory,
@@ -157,14 +179,27 @@ def serve(
             keep_log=True,
             start_seconds=start_timeout,
             grace_seconds=grace,
+            hand_over=hand_over,
         )
-        supervisor = Supervisor(server_options, print_lines, RestartPolicy() if restart else None)
+        runner: Supervisor | Replicas
+        if replicas > 1:
+            on_gpus = options.device != "cpu"
+            runner = Replicas(server_options, replicas, print_lines, on_gpus=on_gpus)
+        else:
+            policy = RestartPolicy() if restart else None
+            runner = Supervisor(server_options, print_lines, policy)
         if gateway_port is not None:
             name, root = gateway_base_name, options.adapters
             is_taken = root is not None and (name in configured.names or (root / name).is_dir())
             check_base_name(name, is_taken, "--gateway-base-name")
         with _gateway(context, log != STANDARD_OUTPUT) as gateway:
-            supervisor.run(partial(_announce, options, gateway))
+            runner.run(partial(_announce, options, gateway))
+
+
+def _cache_shares(options: Options, replicas: int) -> dict[str, int]:
+    """Return the options for the sizes of caches, which the replicas of a machine share."""
+    names = ("adapter_host_bytes", "feature_cache_bytes") if replicas > 1 else ()
+    return {name: getattr(options, name) // replicas for name in names}
 
 
 def _check_triton_arguments(arguments: list[str]) -> None:
@@ -210,7 +245,10 @@ def _gateway_options(context: typer.Context) -> dict[str, Any]:
 
 
 def _announce(
-    options: Options, gateway: GatewayProcess | None, server: TritonServer, seconds: float
+    options: Options,
+    gateway: GatewayProcess | None,
+    server: TritonServer | Replicas,
+    seconds: float,
 ) -> None:
     started = time.monotonic()
     late = ""
@@ -233,6 +271,9 @@ def _announce(
     print_plain(f"metrics   {server.metrics_url}")
     if gateway is not None:
         print_plain(f"gateway   {gateway.url}/v1{late}")
+    for one in server.replicas if isinstance(server, Replicas) else ():
+        own, cores = one.server, ",".join(map(str, one.cores))
+        print_plain(f"replica {one.name} HTTP {own.http_url}, gRPC {own.grpc_url}, cores {cores}")
     print_plain(f"log       {server.log}")
     if gateway is not None and gateway.log is not None:
         print_plain(f"          {gateway.log}")

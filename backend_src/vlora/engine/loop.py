@@ -17,7 +17,14 @@ from vlora.adapters.store import AdapterStore
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.engine.requests import RequestState
-from vlora.errors import Cancelled, Internal, InvalidArgument, Unavailable, VLoraError
+from vlora.errors import (
+    SHUTTING_DOWN,
+    Cancelled,
+    Internal,
+    InvalidArgument,
+    Unavailable,
+    VLoraError,
+)
 from vlora.live_requests import LiveRequest, RequestTable, State
 from vlora.metrics import EngineStats
 from vlora.request import MIN_STOPPABLE_ID, Output, OutputSink, Request, coalesce
@@ -59,6 +66,7 @@ class EngineLoop:
         self._inbox: deque[Callable[[], list[Output]]] = deque()
         self._in_engine = 0  # Requests of the table that were added to the engine.
         self._accepting = True
+        self._hands_over = False
         self._stopping = False
         self._failed = False
         self._outbox: queue.SimpleQueue[list[Output] | None] = queue.SimpleQueue()
@@ -148,7 +156,7 @@ class EngineLoop:
             raise
 
     def _check_not_ended(self, entry: LiveRequest) -> None:
-        if self._stopping:
+        if self._stopping or self._hands_over:
             raise self._closed()
         if entry.cancelled is not None:
             raise entry.cancelled
@@ -156,7 +164,7 @@ class EngineLoop:
     def _closed(self) -> Unavailable:
         if self._failed:
             return Unavailable("the engine has failed, and its process ends")
-        return Unavailable("the server is shutting down")
+        return Unavailable(SHUTTING_DOWN)
 
     def abort(self, request_id: str, reason: VLoraError | None = None) -> bool:
         """End a request with `reason`, by default Cancelled. An unknown id is ignored.
@@ -195,11 +203,21 @@ class EngineLoop:
     def stats(self) -> EngineStats:
         return self._engine.stats()
 
-    def shutdown(self, drain_seconds: float) -> None:
-        """Refuse new requests, let admitted ones finish for `drain_seconds`, cancel the rest."""
+    def shutdown(self, drain_seconds: float, hand_over: bool = False) -> None:
+        """Refuse new requests, let admitted ones finish for `drain_seconds`, cancel the rest.
+
+        hand_over: whether to refuse admitted ones that have not begun, for another server.
+        """
         with self._wake:
             self._accepting = False
+            self._hands_over = hand_over
+            if hand_over:
+                self._inbox.append(self._refuse_unstarted)
             self._wake.notify_all()
+        if hand_over:
+            for entry in self.table:
+                self.table.end_waiting(entry, self._closed())
+        with self._wake:
             self._wake.wait_for(lambda: not self.table, drain_seconds)
             self._stopping = True
             self._wake.notify_all()
@@ -264,6 +282,10 @@ class EngineLoop:
             with self._wake:
                 entry.state = State.IN_ENGINE
                 self._in_engine += 1
+
+    def _refuse_unstarted(self) -> list[Output]:
+        unstarted = [one.id for one in self._engine.scheduler.waiting if not one.started]
+        return [one for id in unstarted for one in self._engine.abort(id, self._closed())]
 
     def _fail(self, thread: str) -> None:
         """Refuse requests. The response thread answers all that have not ended, and then exits."""

@@ -12,11 +12,12 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import quote
 
 import grpc
 import grpc.aio
 
-from vlora.errors import from_message
+from vlora.errors import SHUTTING_DOWN, from_message
 from vlora.gateway.errors import ApiError, from_grpc, from_server
 from vlora.net import Tls, grpc_options, load_grpc_stubs, outputs_of, string_parts
 
@@ -27,6 +28,10 @@ MODEL = "lmm"
 # Time limit in seconds of a cancellation, and of a request for the server's description.
 CONTROL_SECONDS = 5.0
 DESCRIPTION_SECONDS = 1.0  # Seconds for which a description is reused.
+# Header by which Envoy selects one of several servers.
+ROUTING_HEADER = "x-lora-adapter"
+# Maximum number of bytes of all requests that are kept to be sent again.
+MAX_KEPT_BYTES = 256 * 1024 * 1024
 
 # Tag of a serialized `raw_input_contents`: its field number, and the type for bytes.
 CONTENT_TAG = bytes(
@@ -45,6 +50,9 @@ OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_reconnect_backoff_ms", int(1000 * RECONNECT_SECONDS)),
 )
+
+
+Headers = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -119,6 +127,11 @@ class TimedCall:
         finally:
             self._waiting_since = None
 
+    def restart(self, call: Any) -> None:
+        """Use another call, for the same request."""
+        self._call.cancel()
+        self._call = call
+
     def close(self) -> None:
         self._timer.cancel()
         self._call.cancel()
@@ -151,6 +164,7 @@ class Backend:
             METHOD, response_deserializer=service_pb2.ModelStreamInferResponse.FromString
         )
         self._cancels: set[asyncio.Task[None]] = set()
+        self._kept_bytes = 0
         # Time and result of the last request for the server's description.
         self._described: tuple[float, dict[str, Any] | ApiError] | None = None
         self._describing = asyncio.Lock()
@@ -167,21 +181,20 @@ class Backend:
         """Yield the pieces of the answer. The last one has a finish reason. Raises ApiError. If the
         iterator is closed before its end, the question is cancelled by its id.
 
+        A question that a server which shuts down has not begun is sent again, since Envoy selects
+        another server then. Envoy itself cannot: the error is a message in an open stream.
+
         on_sent: called when the question has been sent.
         """
-        call = self._stream()
-        answers = TimedCall(call, self._answer_seconds)
         id, sampling = question.id, question.sampling
+        route = routing_headers(sampling)
+        unsent = [_request(question)]
+        del question  # Free the encoded images.
+        answers = TimedCall(self._stream(metadata=route), self._answer_seconds)
         ended = finished = False
         try:
-            await answers.send(_request(question))
-            del question  # Free the encoded images.
-            on_sent()
-            while not ended:
-                message = await answers.next()
-                if message is grpc.aio.EOF:
-                    ended = True
-                    break
+            message = await self._begin(answers, unsent, route, on_sent)
+            while not ended and message is not grpc.aio.EOF:
                 if message.error_message:
                     ended = True
                     raise from_server(from_message(message.error_message), sampling)
@@ -191,6 +204,9 @@ class Backend:
                     piece = _piece(outputs_of(response))
                     finished = piece.finish_reason is not None
                     yield piece
+                if not ended:
+                    message = await answers.next()
+            ended = True
             if not finished:
                 raise ApiError("INTERNAL", "the V-LoRA server did not finish its answer")
         except TimeoutError:
@@ -201,17 +217,39 @@ class Backend:
             raise from_grpc(error) from None
         finally:
             if not ended:
-                self._cancel(id)
+                self._cancel(id, route)
             answers.close()
 
-    def _cancel(self, id: str) -> None:
-        task = asyncio.create_task(self._send_cancel(id))
+    async def _begin(
+        self, answers: TimedCall, unsent: list[bytes], route: Headers, on_sent: Callable[[], None]
+    ) -> Any:
+        """Send a request, which is removed from `unsent`; return the first message, or EOF."""
+        request = unsent.pop()
+        await answers.send(request)
+        on_sent()
+        size = len(request)
+        if self._kept_bytes + size > MAX_KEPT_BYTES:
+            del request
+            return await answers.next()
+        self._kept_bytes += size
+        try:
+            message = await answers.next()
+            if message is grpc.aio.EOF or SHUTTING_DOWN not in message.error_message:
+                return message
+            answers.restart(self._stream(metadata=route))
+            await answers.send(request)
+        finally:
+            self._kept_bytes -= size
+        return await answers.next()
+
+    def _cancel(self, id: str, route: Headers) -> None:
+        task = asyncio.create_task(self._send_cancel(id, route))
         self._cancels.add(task)
         task.add_done_callback(self._cancels.discard)
 
-    async def _send_cancel(self, id: str) -> None:
+    async def _send_cancel(self, id: str, route: Headers) -> None:
         try:
-            await self._control("cancel", id)
+            await self._control("cancel", id, route)
         except ApiError as error:
             log.warning("could not cancel request %s: %s", id, error.message)
 
@@ -240,12 +278,12 @@ class Backend:
         oldest = began if isinstance(result, ApiError) else began - DESCRIPTION_SECONDS
         return result if at >= oldest else None
 
-    async def _control(self, flag: str, id: str = "") -> dict[str, Any]:
+    async def _control(self, flag: str, id: str = "", route: Headers = ()) -> dict[str, Any]:
         request = service_pb2.ModelInferRequest(model_name=MODEL, id=id)
         request.inputs.add(name=flag, datatype="BOOL", shape=[1])
         request.raw_input_contents.append(b"\x01")
         request.parameters["triton_enable_empty_final_response"].bool_param = True
-        call = self._stream(timeout=CONTROL_SECONDS)
+        call = self._stream(timeout=CONTROL_SECONDS, metadata=route)
         try:
             await call.write(request.SerializeToString())
             await call.done_writing()
@@ -259,6 +297,18 @@ class Backend:
             raise from_grpc(error) from None
         finally:
             call.cancel()
+
+
+def routing_headers(sampling: Mapping[str, Any]) -> Headers:
+    """Return the header by which Envoy selects a server: the adapter, with the stream if any.
+
+    All chunks of a camera must reach one server, since a newer one supersedes those before it.
+    """
+    parts = [sampling.get(key) for key in ("lora_name", "stream_id")]
+    if not any(parts):
+        return ()
+    texts = ["" if part is None else quote(str(part), safe="") for part in parts]
+    return ((ROUTING_HEADER, "/".join(texts).rstrip("/")),)
 
 
 def _request(question: Question) -> bytes:

@@ -27,6 +27,7 @@ KNOWN = {
     "VLORA_BIND": "read by docker/compose.yaml: the host's address for the ports",
     "VLORA_RUN": "set by vlora serve: the run's folder",
     "VLORA_SERVER": "set by vlora serve: the server's process id",
+    "VLORA_PEERS": "set by vlora serve --replicas: the folder that all replicas share",
     "VLORA_GPU_TESTS": "set by tools.gpu: the tests of GPU kernels run on the GPU",
 }
 

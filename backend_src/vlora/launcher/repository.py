@@ -75,6 +75,7 @@ class ServerOptions:
     keep_log: whether the file that `log` = None stands for is `kept_log(http_port)` and is kept.
     start_seconds: limit until the server is ready; None for no limit.
     grace_seconds: what running requests get to finish when the server stops.
+    hand_over: whether a server that stops refuses requests which have not begun.
     """
 
     repository: Path = field(default_factory=default_repository)
@@ -92,6 +93,7 @@ class ServerOptions:
     keep_log: bool = False
     start_seconds: float | None = None
     grace_seconds: float = GRACE_SECONDS
+    hand_over: bool = False
     triton_arguments: tuple[str, ...] = ()
 
     @property

@@ -59,7 +59,25 @@ _NAMES_PATH = re.compile(r"--[\w-]+-(cert|key|directory|repository|file)|.*,file
 Report = Callable[[str], None]  # Function that prints a message for the user.
 
 
-class TritonServer:
+class Addressed:
+    """Something that listens at the addresses of its options."""
+
+    options: ServerOptions
+
+    @property
+    def http_url(self) -> str:
+        return f"{net.reachable_host(self.options.host)}:{self.options.http_port}"
+
+    @property
+    def grpc_url(self) -> str:
+        return f"{net.reachable_host(self.options.host)}:{self.options.grpc_port}"
+
+    @property
+    def metrics_url(self) -> str:
+        return f"http://{net.reachable_host(self.options.host)}:{self.options.metrics_port}/metrics"
+
+
+class TritonServer(Addressed):
     """A server. `with TritonServer(options) as server:` starts it and waits until it is ready.
 
     Raises ServerError if a port is in use, a library is missing or a model cannot be loaded.
@@ -77,18 +95,6 @@ class TritonServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._models: dict[psutil.Process, str] = {}
         self._ready_at: int | None = None  # Size of the log in bytes when all models were READY.
-
-    @property
-    def http_url(self) -> str:
-        return f"{net.reachable_host(self.options.host)}:{self.options.http_port}"
-
-    @property
-    def grpc_url(self) -> str:
-        return f"{net.reachable_host(self.options.host)}:{self.options.grpc_port}"
-
-    @property
-    def metrics_url(self) -> str:
-        return f"http://{net.reachable_host(self.options.host)}:{self.options.metrics_port}/metrics"
 
     @property
     def is_running(self) -> bool:
@@ -199,6 +205,8 @@ class TritonServer:
     def stop(self, grace_seconds: float | None = None) -> None:
         """Reject new requests, let running ones finish, cancel the rest, and end the server.
 
+        With the option `hand_over`, those that have not begun are refused at once.
+
         grace_seconds: seconds that running requests get; by default those of the options.
         """
         if self._process is not None and self.is_running:
@@ -224,7 +232,7 @@ class TritonServer:
 
     def _drain(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds + CANCEL_SECONDS
-        draining.begin(self._folder, seconds)
+        draining.begin(self._folder, seconds, self.options.hand_over)
         while draining.unfinished(self._folder) and time.monotonic() < deadline:
             if self.failure() is not None:
                 return

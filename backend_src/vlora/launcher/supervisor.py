@@ -44,6 +44,7 @@ class Supervisor:
     """Runs servers with these options until a signal or a failure.
 
     restart: None never restarts a server that has failed.
+    sleep: waits for these seconds; raises KeyboardInterrupt to stop the server.
     """
 
     def __init__(
@@ -52,43 +53,52 @@ class Supervisor:
         say: Callable[[str], None],
         restart: RestartPolicy | None = None,
         make: Callable[[ServerOptions], TritonServer] = TritonServer,
+        sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         self._options = options
         self._say = say
         self._restart = restart
         self._make = make
+        self._sleep = sleep
         self._ready = False
 
     def run(self, announce: Announce) -> None:
         """Serve until a signal or a failure.
 
         Returns after SIGINT, SIGTERM or SIGHUP, once the running requests have ended. A second
-        signal ends them immediately. Raises ServerError if the first server does not start, or if a
-        server fails and is not restarted.
+        signal ends them immediately. Raises the errors of `supervise`.
+        """
+        with signals_interrupt():
+            self.supervise(announce)
+
+    def supervise(self, announce: Announce) -> None:
+        """Serve until a KeyboardInterrupt or a failure.
+
+        Raises ServerError if the first server does not start, or if a server fails and is not
+        restarted.
         """
         failures = 0
-        with _signals_interrupt():
-            while True:
-                started = time.monotonic()
-                try:
-                    self._serve(announce)
-                    return
-                except ServerError as error:
-                    if self._restart is None or not self._ready:
-                        raise
-                    quick = time.monotonic() - started < self._restart.quick_seconds
-                    failures = failures + 1 if quick else 1
-                    if failures >= self._restart.max_failures:
-                        raise ServerError(
-                            f"{error}\ngiving up: the server failed {failures} times in a row,"
-                            f" each time within {self._restart.quick_seconds:.0f} s after its start"
-                        ) from None
-                    wait = self._restart.wait(failures)
-                    self._say(f"{error}\nrestarting in {wait:.0f} s")
-                try:
-                    time.sleep(wait)
-                except KeyboardInterrupt:
-                    return
+        while True:
+            started = time.monotonic()
+            try:
+                self._serve(announce)
+                return
+            except ServerError as error:
+                if self._restart is None or not self._ready:
+                    raise
+                quick = time.monotonic() - started < self._restart.quick_seconds
+                failures = failures + 1 if quick else 1
+                if failures >= self._restart.max_failures:
+                    raise ServerError(
+                        f"{error}\ngiving up: the server failed {failures} times in a row,"
+                        f" each time within {self._restart.quick_seconds:.0f} s after its start"
+                    ) from None
+                wait = self._restart.wait(failures)
+                self._say(f"{error}\nrestarting in {wait:.0f} s")
+            try:
+                self._sleep(wait)
+            except KeyboardInterrupt:
+                return
 
     def _serve(self, announce: Announce) -> None:
         server = self._make(self._options)
@@ -101,7 +111,7 @@ class Supervisor:
             self._ready = True
             announce(server, time.monotonic() - started)
             while (failure := server.failure()) is None:
-                time.sleep(WATCH_SECONDS)
+                self._sleep(WATCH_SECONDS)
             explained = server.explain()
             server.kill()
             log = f"the server's log is {self._log_of(server)}"
@@ -135,7 +145,7 @@ class Supervisor:
 
 
 @contextmanager
-def _signals_interrupt() -> Iterator[None]:
+def signals_interrupt() -> Iterator[None]:
     """Raise KeyboardInterrupt on the first and on the second signal within the block."""
     left = 2  # Later signals are ignored, so that the shutdown by the second one can finish.
 

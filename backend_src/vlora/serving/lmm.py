@@ -63,6 +63,7 @@ class LmmService(Service):
     pool: threads that call `encode` and submit long prompts, for requests that are admitted.
     observe: returns a function that is called with every output of a new request of an adapter.
     cancel_elsewhere: passes a cancelled id to `lmm_unary` and `vision_encoder`; blocks, may raise.
+    tell_peers: passes a cancelled id to other replicas; blocks, never raises.
     routes: whether to choose an adapter for requests that name none.
     describe: returns the answer to a request with the input `describe`.
     """
@@ -77,6 +78,7 @@ class LmmService(Service):
         stamps: ArrivalStamps,
         observe: Callable[[str | None], Observe] = lambda adapter: lambda output: None,
         cancel_elsewhere: Callable[[str], None] = lambda client_id: None,
+        tell_peers: Callable[[str], None] = lambda client_id: None,
         routes: bool = False,
         describe: Callable[[], str] = lambda: "{}",
     ) -> None:
@@ -86,6 +88,7 @@ class LmmService(Service):
         self._pool = pool
         self._observe = observe
         self._cancel_elsewhere = cancel_elsewhere
+        self._tell_peers = tell_peers
         self._routes = routes
         self._describe = describe
         self._cancels = ThreadPoolExecutor(1, thread_name_prefix="cancel")
@@ -189,6 +192,12 @@ class LmmService(Service):
     # -- cancellation ------------------------------------------------------------------------
 
     def _cancel(self, client_id: str) -> None:
+        self.cancel_here(client_id)
+        if not self._refuses:
+            self._cancels.submit(self._tell_peers, client_id)
+
+    def cancel_here(self, client_id: str) -> None:
+        """Cancel a client's request if it is in this server. Raises InvalidArgument."""
         waiting = self._engine.stop_client(client_id)
         # `lmm` passes requests to the encoder under its own ids, so these are cancelled, too.
         for one in (client_id, *waiting):

@@ -84,6 +84,11 @@ class Lifeline:
         """True once the server has started to stop. New requests must then be rejected."""
         return self._draining.is_set()
 
+    @property
+    def hands_over(self) -> bool:
+        """True if the server stops, and others shall answer the requests that have not begun."""
+        return self.draining and self._folder is not None and draining.hands_over(self._folder)
+
     def on_drain(self, drain: Drain) -> None:
         """Set a function that is called once, when the server starts to stop. It waits for it."""
         if self._folder is not None:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from vlora.config import Limits
-from vlora.errors import Cancelled, Unavailable
+from vlora.errors import SHUTTING_DOWN, Cancelled, Unavailable
 from vlora.live_requests import LiveRequest, RequestTable
 from vlora.metrics import BEFORE_ENGINE, WAITING, EngineStats, exported_stats
 from vlora.request import Freshness
@@ -98,8 +98,13 @@ class Service(ABC):
         self.refuse()
         self._closed.set()
         self._watcher.join()
+        self.hand_over()
+
+    def hand_over(self) -> None:
+        """Refuse new requests and those that wait, which another server may answer."""
+        self.refuse()
         for request in self.table:
-            self.table.end_waiting(request, Unavailable("the server is shutting down"))
+            self.table.end_waiting(request, Unavailable(SHUTTING_DOWN))
 
     @abstractmethod
     def _start(
@@ -109,7 +114,7 @@ class Service(ABC):
 
     def _check_open(self) -> None:
         if self._refuses:
-            raise Unavailable("the server is shutting down")
+            raise Unavailable(SHUTTING_DOWN)
 
     def _cancel(self, client_id: str) -> None:
         self.table.cancel_client(client_id, Cancelled(f"the request '{client_id}' was cancelled"))

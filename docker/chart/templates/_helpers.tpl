@@ -154,3 +154,86 @@ app.kubernetes.io/component: envoy
   image: {reference: {{ required (printf "%s.reference is needed with source: ociImage" .name) .of.reference }}, pullPolicy: IfNotPresent}
 {{- end }}
 {{- end }}
+
+{{- /* The configuration of files/envoy.yaml with the ports and certificates of the values, and the servers of the release. */ -}}
+{{- define "vlora.envoyConfig" -}}
+{{- $config := .Files.Get "files/envoy.yaml" | replace "x-lora-adapter" .Values.envoy.hashHeader | fromYaml }}
+{{- $servers := printf "%s-headless.%s.svc" (include "vlora.name" .) .Release.Namespace }}
+{{- $_ := set $config.admin.address.socket_address "port_value" .Values.envoy.adminPort }}
+{{- range $config.static_resources.listeners }}
+{{- $_ := set .address.socket_address "port_value" (eq .name "health" | ternary $.Values.envoy.healthPort $.Values.envoy.port) }}
+{{- if and $.Values.tls.enabled (eq .name "serving") }}
+{{- $_ := set (first .filter_chains) "transport_socket" (include "vlora.envoyDownstreamTls" $ | fromYaml) }}
+{{- end }}
+{{- end }}
+{{- range $config.static_resources.clusters }}
+{{- $endpoint := (first (first .load_assignment.endpoints).lb_endpoints).endpoint }}
+{{- if eq .name "admin" }}
+{{- $_ := set $endpoint.address.socket_address "port_value" $.Values.envoy.adminPort }}
+{{- else }}
+{{- $port := eq .name "servers_grpc" | ternary $.Values.ports.grpc $.Values.ports.http }}
+{{- $_ := set $endpoint.address "socket_address" (dict "address" $servers "port_value" $port) }}
+{{- $_ := set $endpoint.health_check_config "port_value" $.Values.ports.http }}
+{{- if and $.Values.tls.enabled (eq .name "servers_grpc") }}
+{{- $_ := mergeOverwrite . (include "vlora.envoyUpstreamTls" $ | fromYaml) }}
+{{- range .health_checks }}{{ $_ := set . "transport_socket_match_criteria" (dict "plain" true) }}{{ end }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- toYaml $config }}
+{{- end }}
+
+{{- define "vlora.envoyDownstreamTls" -}}
+name: envoy.transport_sockets.tls
+typed_config:
+  "@type": type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.DownstreamTlsContext
+  {{- if .Values.tls.clientCa }}
+  require_client_certificate: true
+  {{- end }}
+  common_tls_context:
+    alpn_protocols: [h2, http/1.1]
+    tls_certificates:
+      - certificate_chain: {filename: /tls/tls.crt}
+        private_key: {filename: /tls/tls.key}
+    {{- with .Values.tls.clientCa }}
+    validation_context: {trusted_ca: {filename: /tls/{{ . }}}}
+    {{- end }}
+{{- end }}
+
+{{- /* TLS to the servers. The health checks use HTTP, which has none. */ -}}
+{{- define "vlora.envoyUpstreamTls" -}}
+transport_socket:
+  name: envoy.transport_sockets.tls
+  typed_config:
+    "@type": type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext
+    sni: {{ include "vlora.tlsName" . }}
+    common_tls_context:
+      validation_context:
+        trusted_ca: {filename: /tls/ca.crt}
+        match_typed_subject_alt_names:
+          - {san_type: DNS, matcher: {exact: {{ include "vlora.tlsName" . }}}}
+      {{- if .Values.tls.clientCa }}
+      tls_certificates:
+        - certificate_chain: {filename: /tls/tls.crt}
+          private_key: {filename: /tls/tls.key}
+      {{- end }}
+transport_socket_matches:
+  - name: plain
+    match: {plain: true}
+    transport_socket:
+      name: envoy.transport_sockets.raw_buffer
+      typed_config:
+        "@type": type.googleapis.com/envoy.extensions.transport_sockets.raw_buffer.v3.RawBuffer
+{{- end }}
+
+{{- /* Options of a client of the server in its own pod; none without TLS. */ -}}
+{{- define "vlora.clientTls" -}}
+{{- if .Values.tls.enabled -}}
+- --tls-ca=/tls/ca.crt
+- --tls-name={{ include "vlora.tlsName" . }}
+{{- if .Values.tls.clientCa }}
+- --tls-key=/tls/tls.key
+- --tls-certificate=/tls/tls.crt
+{{- end }}
+{{- end }}
+{{- end }}

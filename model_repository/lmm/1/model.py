@@ -14,6 +14,7 @@ from vlora.serving.arrivals import ArrivalStamps
 from vlora.serving.lmm import LmmService, ServerDescription
 from vlora.serving.metrics import ENGINE_PROGRESS, EngineExporter, ProgressExporter
 from vlora.serving.model_process import options_of_instance, require_one_instance
+from vlora.serving.peer_cancels import PeerCancels
 from vlora.serving.service import with_waiting
 from vlora.serving.triton.process import TritonProcess
 from vlora.vision.prompts import ChatTemplate
@@ -52,6 +53,7 @@ class TritonPythonModel:
             # response, they would delay it. All responses of a step should leave together, so
             # that the clients' next images arrive together and are encoded as one batch.
             self._loop.after_outputs = exporter.catch_up
+        self._peers = PeerCancels()
         self._service = LmmService(
             self._loop,
             ChatTemplate.from_checkpoint(options.model),
@@ -61,18 +63,22 @@ class TritonPythonModel:
             ArrivalStamps.of_this_server(),
             observe=(lambda adapter: lambda output: None) if exporter is None else exporter.request,
             cancel_elsewhere=self._process.calls.cancel,
+            tell_peers=self._peers.send,
             routes=options.route_adapters,
             describe=ServerDescription(
                 lambda: self._loop.adapters.table, self._loop.max_model_len
             ).as_json,
         )
-        self._process.lifeline.on_drain(self._loop.shutdown)
+        self._peers.listen(self._service.cancel_here)
+        lifeline = self._process.lifeline
+        lifeline.on_drain(lambda seconds: self._loop.shutdown(seconds, lifeline.hands_over))
 
     def execute(self, requests: list[Any]) -> None:
         self._process.hand_over(requests, self._service)
 
     def finalize(self) -> None:
         self._process.close_metrics()
+        self._peers.close()
         self._service.close()
         # No request is running: Triton unloads a model only after its last request.
         self._loop.shutdown(0)

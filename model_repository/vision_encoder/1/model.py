@@ -83,6 +83,9 @@ class TritonPythonModel:
             before_answers=(lambda: None) if exporter is None else exporter.flush,
             part_of=self._adapters.part,
         )
+        lifeline = self._process.lifeline
+        # Otherwise, `lmm` would refuse these requests only when their images are encoded.
+        lifeline.on_drain(lambda _: self._service.hand_over() if lifeline.hands_over else None)
         log = logging.getLogger("vlora")
         if isinstance(encoder, TextOnlyEncoder):
             log.info("the checkpoint is text-only: requests with images are refused")
