@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tools.demo.build import make_tokenizer
 from vlora.errors import InvalidArgument
-from vlora.vision.chat_template import Chat, ChatTemplate
+from vlora.vision.chat_template import MAX_STAND_INS, Chat, ChatTemplate
 from vlora.vision.prompts import TASKS, render, task_text
 from vlora.vision.results import (
     TextBox,
@@ -233,6 +233,14 @@ def test_roles_and_other_texts_of_a_message_are_only_text() -> None:
     turn = {**message("x"), "role": "<image>", "reasoning_content": "<image>"}
     prompt = render("chat", Chat([turn]), 0, 0, printing)
     assert [prompt[start:end] for start, end in prompt.literals] == ["<image>"] * 2
+
+
+def test_a_text_of_very_many_special_tokens_is_refused() -> None:
+    many = Chat([message(PICTURE, "<image>" * MAX_STAND_INS)])
+    assert len(render("vqa", many, 1, 0, BARE).literals) == MAX_STAND_INS
+    more = Chat([message(PICTURE, "<image>" * (MAX_STAND_INS + 1))])
+    with pytest.raises(InvalidArgument, match="more than 32768 special tokens"):
+        render("vqa", more, 1, 0, BARE)
 
 
 def test_a_clip_is_printed_by_the_template_or_stands_in_its_place() -> None:

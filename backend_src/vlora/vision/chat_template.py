@@ -28,6 +28,11 @@ _SENTINEL = "VLORA-USER-TEXT"
 _PRINTED_PART = re.compile(r"""['"]type['"]""")
 
 
+# Maximum number of special tokens in the texts of a prompt. A call is made for each of them, while
+# other requests wait, and each takes several tokens as text.
+MAX_STAND_INS = 32768
+
+
 class StandIns:
     """Strings that stand for others while templates are applied. Clients cannot guess them."""
 
@@ -36,7 +41,12 @@ class StandIns:
         self._texts: list[tuple[str, bool]] = []
 
     def put(self, text: str, literal: bool) -> str:
-        """Return a stand-in. literal: whether `text` is only text, whatever it spells."""
+        """Return a stand-in. literal: whether `text` is only text, whatever it spells.
+
+        Raises InvalidArgument if there are too many.
+        """
+        if len(self._texts) == MAX_STAND_INS:
+            raise InvalidArgument(f"the texts have more than {MAX_STAND_INS} special tokens")
         self._texts.append((text, literal))
         return f"{self._mark}{len(self._texts) - 1:06x}"
 
