@@ -151,7 +151,7 @@ def test_names_are_shown_as_they_are_but_no_terminal_obeys_them(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("vlora.cli.common.console._width", 200)
     root = tmp_path / "[" / f"1] {HOSTILE}"
     for folder in (root / HOSTILE, root / f"{HOSTILE} broken"):
         folder.mkdir(parents=True)

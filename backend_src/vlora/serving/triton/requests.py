@@ -142,6 +142,10 @@ LMM = "lmm"
 LMM_UNARY = "lmm_unary"
 VISION_ENCODER = "vision_encoder"
 
+# Maximum calls of the encoder for one request. Triton 2.51 fails a whole batch for wrong length
+# prefixes in one request's strings. So if an error has a message of Triton's own, another request
+# caused it, and the call is repeated.
+ENCODE_TRIES = 3
 # Seconds for which responses of decoupled calls are kept. Triton's stub forgets such a call on a
 # thread without the GIL. As the last owner of its arrays, it would corrupt reference counts
 # (python_backend issue 390, fixed in 24.12).
@@ -176,7 +180,11 @@ class ModelCalls:
         """Return the features of one request, without batch dimension, from `vision_encoder`."""
         batched = {name: value[None] for name, value in tensors.items()}
         outputs = ("image_features", "image_layout", ADAPTER_VERSION)
-        return features_from(unwrap(_request(VISION_ENCODER, batched, outputs, request_id).exec()))
+        for _ in range(ENCODE_TRIES):
+            response = _request(VISION_ENCODER, batched, outputs, request_id).exec()
+            if not response.has_error() or is_coded(response.error().message()):
+                break
+        return features_from(unwrap(response))
 
     def clear(self) -> None:
         """Release the responses that are kept for `ALIVE_SECONDS` after their use."""
