@@ -1,4 +1,5 @@
-"""Several servers on this machine behind Envoy: pinned to cores, watched, restarted and drained.
+"""Servers on this machine behind Envoy, each on cores of its own. They are watched, restarted and
+stopped here.
 
 Envoy's addresses are the only ones that clients need. A server's status decides whether Envoy sends
 requests to it: it reads the servers from files that are written whenever a status changes.

@@ -38,7 +38,7 @@ class TokenCount:
 
 @dataclass(frozen=True)
 class Content:
-    """What one request sends: a text, and JPEG files as independent images or as one clip."""
+    """Content of one request: a text, and JPEG files as independent images or as one clip."""
 
     text: str
     images: tuple[bytes, ...] = ()

@@ -54,7 +54,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Asking:
-    """What all requests of a load have in common.
+    """Settings that all requests of a load have in common.
 
     adapters: names of the trace's adapters. sampling: keys that every request sends.
     stream_prefix: beginning of the ids of video streams, of which a newer chunk supersedes an older

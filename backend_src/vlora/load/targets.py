@@ -54,7 +54,7 @@ class RequestFailed(Exception):
 
 @dataclass
 class Answer:
-    """What has arrived of an answer. first: `time.perf_counter()` at its first token."""
+    """Part of an answer that has arrived. first: `time.perf_counter()` at its first token."""
 
     first: float | None = None
     prompt_tokens: int = 0

@@ -186,9 +186,10 @@ def _grammar(kind: str, text: str) -> str:
 
 
 def _prepared_lark(text: str) -> str:
-    """Return a grammar with its schemas prepared. Raises ValueError if it reaches special tokens.
+    """Return a grammar, its JSON schemas made ready for the compiler (`schema.prepared`).
 
-    Raises RecursionError for a schema that is nested too deeply.
+    Raises ValueError if the grammar can produce special tokens, and RecursionError for a schema
+    that is nested too deeply.
     """
     if text.lstrip().startswith("{"):
         raise ValueError("a grammar must be Lark, not JSON")

@@ -28,8 +28,8 @@ _SENTINEL = "VLORA-USER-TEXT"
 _PRINTED_PART = re.compile(r"""['"]type['"]""")
 
 
-# Maximum number of special tokens in the texts of a prompt. A call is made for each of them, while
-# other requests wait, and each takes several tokens as text.
+# Maximum number of special tokens in the texts of a prompt. Python is called for each, and no other
+# request advances meanwhile. Written as text, each takes several tokens, so few contexts hold more.
 MAX_STAND_INS = 32768
 
 
