@@ -32,6 +32,7 @@ LAYERS = [
         "paths",
         "server_run",
         "strict_json",
+        "strict_yaml",
     },
     {"config", "cores", "live_requests", "net", "request", "sampling", "structured"},
     {"atmm", "backends", "device", "kernels"},
@@ -39,7 +40,7 @@ LAYERS = [
     {"adapters"},
     {"model"},
     {"engine", "vision", "offline"},
-    {"gateway", "generation", "launcher", "load", "serving"},
+    {"gateway", "generation", "launcher", "load", "serving", "watch"},
     {"cli"},
 ]
 """Lowest first; a module may import from its own layer and those below."""
