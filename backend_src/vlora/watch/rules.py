@@ -19,7 +19,7 @@ from vlora.watch.events import Event
 
 MAX_WINDOW = 1000  # Maximum number of answers that a rule looks back on.
 # Limits of one search with a regular expression: characters of the text, and seconds.
-MAX_SEARCHED, SEARCH_SECONDS = 20_000, 0.2
+MAX_SEARCHED, SEARCH_SECONDS = 20_000, 0.05
 
 Share = Annotated[Float, Field(ge=0, le=1)]
 Seconds = Annotated[Float, Field(ge=0)]
