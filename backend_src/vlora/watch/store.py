@@ -102,11 +102,11 @@ class Store:
     def media_of(self, event: Event) -> dict[str, str | None]:
         """Return the names of the picture and the clip of an event; None for what it lacks. A clip
         of the begin stands in for a missing one of the end."""
-        clips = [f"{event.id}{edge}.mp4" for edge in ("-end", "-begin")]
-        return {
-            "picture": next((n for n in [file_name(event, "jpg")] if self.path(n)), None),
-            "clip": next((name for name in clips if self.path(name)), None),
+        names = {
+            "picture": (f"{event.id}.jpg",),
+            "clip": (f"{event.id}-end.mp4", f"{event.id}-begin.mp4"),
         }
+        return {key: next(filter(self.path, some), None) for key, some in names.items()}
 
     def newest(self, count: int) -> list[dict[str, Any]]:
         """Return the records of the last events, the newest first."""
