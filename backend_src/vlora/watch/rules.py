@@ -111,8 +111,8 @@ class Condition(StrictModel):
         scores = [1.0 if score is None else float(score) for score in known]
         if label in answer.scores and (self.score is not None or answer.text.strip() == label):
             scores.append(answer.scores[label])
-        best = max(scores, default=None)
-        return None if best is None or best < (self.score or 0.0) else best
+        # NaN, which a broken head may give, fails the comparison.
+        return max((score for score in scores if score >= (self.score or 0.0)), default=None)
 
 
 class AlertRule(StrictModel):

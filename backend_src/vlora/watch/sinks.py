@@ -51,7 +51,12 @@ class SinkRefused(Exception):
 
 
 class Sink(ABC):
-    """A receiver of messages. All calls but `tell` come from one thread."""
+    """A receiver of messages. All calls but `tell` come from one thread.
+
+    problem: why there is no connection, if the sink keeps one; otherwise "".
+    """
+
+    problem = ""
 
     @abstractmethod
     def send(self, message: bytes) -> None:
@@ -125,7 +130,7 @@ class MqttOptions(_Options):
     ca: Path | None = None
     username: str | None = None
     password_env: Variable | None = None
-    topic: Annotated[str, Field(pattern=r"^[^+#$/\0][^+#\0]*[^+#/\0]$")] = "vlora"
+    topic: Annotated[str, Field(pattern=r"^[\w-]+(/[\w-]+)*$")] = "vlora"
     keepalive_seconds: Annotated[Int, Field(ge=5, le=3600)] = 30
 
     def open(self) -> Sink:
@@ -181,7 +186,7 @@ class Delivery:
             "dropped": self._queue.dropped,
             "refused": self._refused,
             "failures": self._failures,
-            "away": self._away,
+            "away": self._away or self._sink.problem,
         }
 
     def close(self, seconds: float) -> None:
@@ -302,7 +307,7 @@ class Mqtt(Sink):
 
         self._topic = options.topic
         self._states: dict[str, bytes] = {}
-        self._reason = "not connected yet"
+        self.problem = "not connected yet"
         self._lock = threading.Lock()
         # The message that was given to the client, which sends it again after a reconnection.
         self._pending: tuple[bytes, Any] | None = None
@@ -323,7 +328,7 @@ class Mqtt(Sink):
     def send(self, message: bytes) -> None:
         if self._pending is None or self._pending[0] != message:
             if not self._client.is_connected():
-                raise SinkAway(self._reason)
+                raise SinkAway(self.problem)
             topic = f"{self._camera_topic(json.loads(message)['camera'])}/event"
             self._pending = (message, self._client.publish(topic, message, qos=1))
         try:
@@ -333,7 +338,7 @@ class Mqtt(Sink):
             self._pending = None
             raise SinkAway("no connection to the broker") from error
         if not is_published:
-            raise SinkAway(self._reason or "the broker does not confirm the message")
+            raise SinkAway(self.problem or "the broker does not confirm the message")
         self._pending = None
 
     def tell(self, camera: str, state: bytes) -> None:
@@ -356,21 +361,21 @@ class Mqtt(Sink):
 
     def _connected(self, client: Any, data: Any, flags: Any, reason: Any, properties: Any) -> None:
         if reason.is_failure:
-            self._reason = f"the broker refuses the connection: {reason}"
+            self.problem = f"the broker refuses the connection: {reason}"
             return
-        self._reason = ""
+        self.problem = ""
         client.publish(f"{self._topic}/watch", b"online", qos=1, retain=True)
         with self._lock:
             for camera, state in self._states.items():
                 self._publish_state(camera, state)
 
     def _failed(self, client: Any, data: Any) -> None:
-        self._reason = "no connection to the broker"
+        self.problem = "no connection to the broker"
 
     def _disconnected(
         self, client: Any, data: Any, flags: Any, reason: Any, properties: Any
     ) -> None:
-        self._reason = self._reason or f"the connection to the broker has ended: {reason}"
+        self.problem = self.problem or f"the connection to the broker has ended: {reason}"
 
     def _publish_state(self, camera: str, state: bytes) -> None:
         self._client.publish(f"{self._camera_topic(camera)}/state", state, qos=1, retain=True)
