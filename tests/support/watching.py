@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -125,7 +126,9 @@ class Broker:
             pytest.skip("mosquitto is not installed (apt install mosquitto)")
         pytest.importorskip("paho.mqtt", reason="paho-mqtt is not installed")
         self.port = free_port()
-        lines = ["user root", f"listener {self.port} 127.0.0.1"]
+        lines = ["user root", f"listener {self.port} 127.0.0.1", "max_queued_messages 0"]
+        # Sessions of subscribers outlast a restart.
+        lines += ["persistence true", f"persistence_location {folder}/"]
         lines.append(f"allow_anonymous {'false' if users else 'true'}")
         if users:
             passwords = folder / "passwords"
@@ -169,13 +172,14 @@ def broker(folder: Path, **users: str) -> Iterator[Broker]:
 
 @contextmanager
 def subscriber(port: int, topic: str = "#") -> Iterator[list[tuple[str, bytes]]]:
-    """Yield the list of all messages, as topic and content, that arrive."""
+    """Yield the list of all messages, as topic and content, that arrive. The broker keeps those
+    that are sent while it, or the subscriber, is away."""
     from paho.mqtt.client import Client
     from paho.mqtt.enums import CallbackAPIVersion
 
     messages: list[tuple[str, bytes]] = []
     ready = threading.Event()
-    client = Client(CallbackAPIVersion.VERSION2)
+    client = Client(CallbackAPIVersion.VERSION2, uuid.uuid4().hex, clean_session=False)
     client.on_message = lambda client, data, got: messages.append((got.topic, got.payload))
     client.on_subscribe = lambda *_: ready.set()
     client.on_connect = lambda client, *_: client.subscribe(topic, 1)
