@@ -213,7 +213,8 @@ def draw_boxes(picture: bytes, objects: Sequence[Mapping[str, Any]]) -> bytes:
     with Image.open(io.BytesIO(picture)) as opened:
         image = opened.convert("RGB")
     draw = ImageDraw.Draw(image)
-    width = max(2, round(max(image.size) / 200))
+    side = max(image.size)
+    width, size = max(2, side // 200), max(11, side // 40)
     for one in objects[:MAX_BOXES]:
         left, top, right, bottom = one["box"]
         # Boxes may be outside of the picture, or have their sides swapped.
@@ -222,8 +223,8 @@ def draw_boxes(picture: bytes, objects: Sequence[Mapping[str, Any]]) -> bytes:
         draw.rectangle((across[0], down[0], across[1], down[1]), outline=BOX_COLOUR, width=width)
         if label := str(one.get("label") or "")[:40]:
             corner = (across[0] + width, down[0] + width)
-            draw.rectangle(draw.textbbox(corner, label), fill=BOX_COLOUR)
-            draw.text(corner, label, fill="white")
+            draw.rectangle(draw.textbbox(corner, label, font_size=size), fill=BOX_COLOUR)
+            draw.text(corner, label, fill="white", font_size=size)
     buffer = io.BytesIO()
     image.save(buffer, "JPEG", quality=90)
     return buffer.getvalue()

@@ -382,5 +382,5 @@ class Mqtt(Sink):
 
     def _camera_topic(self, camera: str) -> str:
         # A name must not add levels or wildcards. Other characters are kept readable.
-        safe = "".join(c if c.isprintable() and c not in "%/+#$" else quote(c, safe="") for c in camera)
-        return f"{self._topic}/{safe}"
+        parts = (c if c.isprintable() and c not in "%/+#$" else quote(c, safe="") for c in camera)
+        return f"{self._topic}/{''.join(parts)}"
