@@ -39,7 +39,7 @@ def open_desk(sinks: Sequence[SinkOptions], retention: Retention) -> AlertDesk:
             opened.append(Delivery(options, retention.folder / "queues"))
     except BaseException:
         for delivery in opened:
-            delivery.close(0.0)
+            delivery.close(1.0)
         raise
     return AlertDesk(opened, store)
 
@@ -126,6 +126,8 @@ class AlertDesk:
         with suppress(queue.Full):  # Otherwise the thread is not waiting for an event.
             self._events.put_nowait(None)
         self._thread.join(timeout * CLOSE_SHARE)
+        for sink in self._sinks:
+            sink.stop()
         for sink in self._sinks:
             sink.close(max(0.0, deadline - time.monotonic()))
 

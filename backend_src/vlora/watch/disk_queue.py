@@ -94,4 +94,6 @@ class DiskQueue:
     def _drop_excess(self) -> None:
         while self._count > self._max_messages or self._bytes > self._max_bytes:
             oldest = self._file.execute("SELECT MIN(number) FROM messages").fetchone()[0]
-            self.dropped += self._remove(oldest)
+            if not self._remove(oldest):
+                return
+            self.dropped += 1

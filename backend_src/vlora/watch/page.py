@@ -89,25 +89,13 @@ class WatchPage:
         host, port, password = options.address()
         port = choose_ports({"page": port}, host)["page"]
         self.url = f"http://{reachable_host(host)}:{port}/"
-        self._listener = socket.create_server(
-            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
-        )
-        config = uvicorn.Config(
-            _Door(make_app(cameras, desk), password),
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            ws="none",
-            lifespan="off",
-            http=_Connection,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=1,
-        )
-        self._server = uvicorn.Server(config)
-        sockets = [self._listener]
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family)
+        app = Starlette(routes=_Handlers(cameras, desk).routes())
+        self._server = uvicorn.Server(_config(_Door(app, password)))
+        arguments = ([self._listener],)
         self._thread = threading.Thread(
-            target=self._server.run, args=(sockets,), name="page", daemon=True
+            target=self._server.run, args=arguments, name="page", daemon=True
         )
         self._thread.start()
         deadline = time.monotonic() + START_SECONDS
@@ -121,6 +109,21 @@ class WatchPage:
         self._server.should_exit = True
         self._thread.join(2.0)
         self._listener.close()
+
+
+def _config(app: _Door) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        ws="none",
+        lifespan="off",
+        http=_Connection,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=1,
+    )
 
 
 class _Door:
@@ -193,47 +196,50 @@ def _without_objects(record: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in record.items() if key != "objects"}
 
 
-def make_app(cameras: Cameras, desk: AlertDesk) -> Starlette:
-    """Return the application, without the check of passwords."""
-    snapshot = _Snapshot(cameras, desk)
+class _Handlers:
+    """What the paths of the page answer."""
 
-    async def state(request: Request) -> Response:
-        now = snapshot.refresh()
+    def __init__(self, cameras: Cameras, desk: AlertDesk) -> None:
+        self._snapshot = _Snapshot(cameras, desk)
+        self._desk = desk
+
+    def routes(self) -> list[Route | Mount]:
+        return [
+            Route("/state", self.state),
+            Route("/picture", self.picture),
+            Route("/events/{name}", self.event_file),
+            Route("/metrics", self.metrics),
+            *(Route(f"/{name}", self.shared_file) for name in SHARED),
+            Mount("/", StaticPages(directory=PAGE, html=True)),
+        ]
+
+    async def state(self, request: Request) -> Response:
+        now = self._snapshot.refresh()
         headers = {**HEADERS, "etag": now.etag}
         if request.headers.get("if-none-match") == now.etag:
             return Response(status_code=304, headers=headers)
         return Response(now.text, headers=headers, media_type="application/json")
 
-    async def picture(request: Request) -> Response:
+    async def picture(self, request: Request) -> Response:
         name = request.query_params.get("camera")
-        found = [view["picture"] for view in snapshot.refresh().views if view["name"] == name]
-        if not found or not found[0]:
+        views = self._snapshot.refresh().views
+        found = next((view["picture"] for view in views if view["name"] == name), b"")
+        if not found:
             return PlainTextResponse("There is no such picture.\n", 404, NO_STORE)
-        return Response(found[0], headers=NO_STORE, media_type="image/jpeg")
+        return Response(found, headers=NO_STORE, media_type="image/jpeg")
 
-    async def event_file(request: Request) -> Response:
-        path = desk.store.path(request.path_params["name"])
+    async def event_file(self, request: Request) -> Response:
+        path = self._desk.store.path(request.path_params["name"])
         if path is None or not path.is_file():
             return PlainTextResponse("There is no such file.\n", 404, NO_STORE)
         return FileResponse(path, headers=NO_STORE)
 
-    async def metrics(request: Request) -> Response:
-        text = "".join(metric_lines(snapshot.refresh().views, desk.counts()))
+    async def metrics(self, request: Request) -> Response:
+        text = "".join(metric_lines(self._snapshot.refresh().views, self._desk.counts()))
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def shared(request: Request) -> Response:
+    async def shared_file(self, request: Request) -> Response:
         return FileResponse(SHARED[request.url.path[1:]], headers=HEADERS)
-
-    return Starlette(
-        routes=[
-            Route("/state", state),
-            Route("/picture", picture),
-            Route("/events/{name}", event_file),
-            Route("/metrics", metrics),
-            *(Route(f"/{name}", shared) for name in SHARED),
-            Mount("/", StaticPages(directory=PAGE, html=True)),
-        ]
-    )
 
 
 # Metrics: name, kind, help and key. Labels are cameras and sinks, whose number the file bounds.

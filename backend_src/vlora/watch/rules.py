@@ -23,7 +23,15 @@ MAX_SEARCHED, SEARCH_SECONDS = 20_000, 0.05
 
 Share = Annotated[Float, Field(ge=0, le=1)]
 Seconds = Annotated[Float, Field(ge=0)]
-Text = Annotated[str, Field(min_length=1, max_length=1000)]
+
+
+def _quoted(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError(f"is read by YAML as {value}; put words such as yes and no in quotes")
+    return value
+
+
+Text = Annotated[str, BeforeValidator(_quoted), Field(min_length=1, max_length=1000)]
 
 
 class Window(NamedTuple):
@@ -52,7 +60,7 @@ class Condition(StrictModel):
     label: label of a box, or of the vision task head: the top one, or with `score` one that has at
       least this probability. contains, equals: text of the answer, in any case.
     regex: regular expression that is searched in the answer.
-    yes: minimum probability of the answer "yes".
+    yes_probability: minimum probability of the answer "yes". (A key `yes` would be YAML's `true`.)
     """
 
     label: Text | None = None
@@ -60,7 +68,7 @@ class Condition(StrictModel):
     contains: Text | None = None
     equals: Text | None = None
     regex: Text | None = None
-    yes: Share | None = None
+    yes_probability: Share | None = None
 
     @field_validator("regex")
     @classmethod
@@ -94,8 +102,8 @@ class Condition(StrictModel):
         text = answer.text.strip()
         if self.label is not None:
             yield self._label_score(answer, self.label)
-        if self.yes is not None:
-            yield answer.yes if answer.yes is not None and answer.yes >= self.yes else None
+        if (least := self.yes_probability) is not None:
+            yield answer.yes if answer.yes is not None and answer.yes >= least else None
         if self.contains is not None:
             yield 1.0 if self.contains.casefold() in text.casefold() else None
         if self.equals is not None:

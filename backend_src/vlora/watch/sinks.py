@@ -12,7 +12,6 @@ import json
 import os
 import random
 import re
-import sys
 import threading
 import urllib.error
 import urllib.request
@@ -189,10 +188,14 @@ class Delivery:
             "away": self._away or self._sink.problem,
         }
 
-    def close(self, seconds: float) -> None:
-        """Send what waits within these seconds, unless the receiver is away. The rest stays."""
+    def stop(self) -> None:
+        """Begin to end: send what waits, unless the receiver is away."""
         self._closing.set()
         self._wake.set()
+
+    def close(self, seconds: float) -> None:
+        """Stop, wait so many seconds for the thread, and close. What was not sent stays on disk."""
+        self.stop()
         self._thread.join(seconds)
         self._sink.close()
         self._queue.close()
@@ -247,8 +250,9 @@ class JsonLines(Sink):
         line = message + b"\n"
         try:
             if str(self._path) == "-":
-                sys.stdout.buffer.write(line)
-                sys.stdout.buffer.flush()
+                # Not by `sys.stdout`, whose lock a thread that waits here would hold for ever.
+                while line:
+                    line = line[os.write(1, line) :]
                 return
             # The file is opened each time, so that it may be renamed or removed meanwhile.
             with self._path.open("ab", buffering=0) as file:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.support.browser import Page
+from tests.support.browser import Page, barriers
 from tests.support.playground import example
 from tools.demo.show import SAMPLES
 from vlora.vision.results import parse_boxes
@@ -139,19 +139,19 @@ def test_the_page_is_accessible(page: Page, scheme: str) -> None:
     page.scheme(scheme)
     for mode in MODES:
         page.mode(mode)
-        assert page.barriers() == []
+        assert barriers(page) == []
     page.mode("compare")
     example(page, "defects")
     page.answer()
     example(page, "digits")
     page.answer()
     page.click("#key-panel summary")
-    assert page.barriers() == []
+    assert barriers(page) == []
     page.click("#key-panel summary")
     page.click(".more summary")
     page.write("#max-tokens", "99999999999")
     page.run("document.querySelector('#ask-form').noValidate = true")
     page.click("#ask")
     page.wait(".failure")
-    assert page.barriers() == []
+    assert barriers(page) == []
     page.faults()

@@ -32,9 +32,9 @@ def rule(**fields: Any) -> AlertRule:
         ({"contains": "cat"}, {"text": "a person walks"}, None),
         ({"regex": r"\b[2-9] people"}, {"text": "there are 3 people"}, 1.0),
         ({"regex": r"^\d"}, {"text": "there are 3 people"}, None),
-        ({"yes": 0.5}, {"yes": 0.5}, 0.5),
-        ({"yes": 0.5}, {"yes": 0.49}, None),
-        ({"yes": 0.0}, {"yes": None}, None),
+        ({"yes_probability": 0.5}, {"yes": 0.5}, 0.5),
+        ({"yes_probability": 0.5}, {"yes": 0.49}, None),
+        ({"yes_probability": 0.0}, {"yes": None}, None),
         ({"label": "person"}, {"text": "a car", "objects": [PERSON]}, 1.0),
         ({"label": "person"}, {"objects": [PERSON | {"score": 0.4}]}, 0.4),
         ({"label": "person", "score": 0.5}, {"objects": [PERSON | {"score": 0.4}]}, None),
@@ -43,8 +43,8 @@ def rule(**fields: Any) -> AlertRule:
         ({"label": "fire", "score": 0.3}, {"text": "none", "scores": {"fire": 0.4}}, 0.4),
         ({"label": "fire", "score": 0.3}, {"text": "fire", "scores": {"none": 1.0}}, None),
         ({"label": "fire", "score": 0.0}, {"scores": {"fire": float("nan")}}, None),
-        ({"contains": "fire", "yes": 0.5}, {"text": "fire", "yes": 0.7}, 0.7),
-        ({"contains": "fire", "yes": 0.5}, {"text": "smoke", "yes": 0.7}, None),
+        ({"contains": "fire", "yes_probability": 0.5}, {"text": "fire", "yes": 0.7}, 0.7),
+        ({"contains": "fire", "yes_probability": 0.5}, {"text": "smoke", "yes": 0.7}, None),
     ],
 )
 def test_a_condition_holds_with_the_score_of_its_evidence(
@@ -57,10 +57,14 @@ def test_a_condition_holds_with_the_score_of_its_evidence(
     ("fields", "message"),
     [
         ({"when": {"contians": "x"}}, "when: unknown key 'contians'; did you mean 'contains'?"),
-        ({"when": {}}, "when: needs one of label, score, contains, equals, regex, yes"),
+        ({"when": {}}, "when: needs one of label, score, contains, equals, regex, yes_p"),
         ({"when": {"score": 0.5}}, "when: score needs label, whose score it is"),
         ({"when": {"regex": "("}}, "when.regex: '(' is not a regular expression: missing )"),
-        ({"when": {"yes": 1.5}}, "when.yes is 1.5, but should be less than or equal to 1"),
+        (
+            {"when": {"yes_probability": 1.5}},
+            "yes_probability is 1.5, but should be less than or equal to 1",
+        ),
+        ({"when": {"equals": True}}, "when.equals: is read by YAML as True; put words such as yes"),
         ({"begin": "3 of 2"}, "begin: must be like '2 of 3', with at most 1000, not '3 of 2'"),
         ({"begin": True}, "begin: must be like '2 of 3'"),
         ({"pause_seconds": -1.0}, "pause_seconds is -1.0, but should be greater than or equal"),
@@ -80,7 +84,7 @@ def test_a_regular_expression_that_takes_too_long_changes_nothing() -> None:
 
 
 def test_an_event_has_the_times_of_its_answers_and_the_best_one() -> None:
-    state = AlertState(rule(when={"yes": 0.5}, begin="2 of 3", end="2 of 2"), "gate")
+    state = AlertState(rule(when={"yes_probability": 0.5}, begin="2 of 3", end="2 of 2"), "gate")
     scores = [0.1, 0.9, 0.2, 0.6, 0.1, 0.7, 0.1, 0.1]
     events = [one for t, yes in enumerate(scores) for one in state.take(answer(yes=yes, began=t))]
     begin, end = events

@@ -128,6 +128,25 @@ def test_lines_are_appended_to_a_file_that_may_be_renamed(tmp_path: Path) -> Non
     assert path.read_bytes() == message(1) + b"\n"
 
 
+def test_lines_on_a_standard_output_that_nobody_reads_hold_up_nothing(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from pathlib import Path
+from vlora.watch.sinks import Delivery, JsonLinesOptions
+sink = Delivery(JsonLinesOptions(kind="jsonl", name="log"), Path({str(tmp_path)!r}))
+sink.put(b"a short line")
+sink.put(b"x" * 10**6)  # more than a pipe holds
+sink.close(0.5)
+print(sink.counts()["sent"], file=sys.stderr)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=-1, stderr=-1) as process:
+        assert process.wait(30) == 0
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == b"a short line\n"
+        assert process.stderr.read() == b"1\n"
+
+
 def test_a_full_disk_leaves_no_half_line_and_loses_none(tmp_path: Path) -> None:
     """The limit of a file's size stands for a full disk."""
     code = f"""

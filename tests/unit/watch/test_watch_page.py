@@ -21,7 +21,7 @@ import pytest
 pytest.importorskip("pydantic", reason="the extra watch is not installed")
 pytest.importorskip("starlette", reason="the extra watch is not installed")
 
-from tests.support.browser import Page, browser
+from tests.support.browser import Page, barriers, browser
 from tests.support.polling import until
 from tests.support.watching import answer, jpeg, view
 from vlora.errors import ServerError
@@ -316,7 +316,7 @@ def test_the_page_is_accessible(driver: Any, tmp_path: Path, scheme: str) -> Non
         page.scheme(scheme)
         page.open(running.url.removeprefix("http://").strip("/"))
         page.wait("#events .name", "people")
-        assert page.barriers() == []
+        assert barriers(page) == []
         driver.get("about:blank")
 
 
