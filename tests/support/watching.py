@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import signal
 import socket
 import subprocess
 import threading
@@ -85,7 +86,12 @@ class Hook:
                 hook.headers.append({name.lower(): text for name, text in self.headers.items()})
                 hook.bodies.append(body)
                 self.send_response(respond(body))
-                self.send_header("location", "http://127.0.0.1:9/elsewhere")
+                self.send_header("location", "/elsewhere")
+                self.send_header("content-length", "0")
+                self.end_headers()
+
+            def do_GET(self) -> None:
+                self.send_response(200)
                 self.send_header("content-length", "0")
                 self.end_headers()
 
@@ -148,6 +154,10 @@ class Broker:
             stderr=subprocess.DEVNULL,
         )
         until(self._listens, 10)
+
+    def freeze(self, frozen: bool) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP if frozen else signal.SIGCONT)
 
     def stop(self) -> None:
         if self._process is not None:

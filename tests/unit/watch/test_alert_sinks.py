@@ -301,6 +301,27 @@ def test_a_broker_that_is_away_loses_nothing_and_keeps_the_states(tmp_path: Path
             assert later == [("vlora/watch", b"offline")]
 
 
+def test_a_broker_that_hangs_gets_a_message_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sinks, "ANSWER_SECONDS", 0.05)
+    options = {"kind": "mqtt", "host": "127.0.0.1"}
+    with broker(tmp_path) as running, subscriber(running.port) as messages:
+        with delivery(tmp_path, port=running.port, **options) as sink:
+            until(lambda: not sink.counts()["away"])
+            running.freeze(True)
+            try:
+                sink.put(message(0))
+                until(lambda: sink.counts()["failures"] >= 3)
+                away = sink.counts()["away"]
+            finally:
+                running.freeze(False)
+            assert away == "the broker does not confirm the message"
+            until(lambda: sink.counts()["sent"] == 1)
+        until(lambda: dict(messages).get("vlora/watch") == b"offline")
+        assert [body for topic, body in messages if topic == "vlora/gate/event"] == [message(0)]
+
+
 def _events(messages: list[tuple[str, bytes]]) -> list[int]:
     return numbers([json.loads(body) for topic, body in messages if topic == "vlora/gate/event"])
 
