@@ -58,7 +58,7 @@ class PageOptions(StrictModel):
       `listen` is a loopback address.
     """
 
-    listen: Annotated[str, Field(pattern=r"^[0-9a-fA-F.:\[\]]+:[0-9]{1,5}$")] = "127.0.0.1:8090"
+    listen: str = "127.0.0.1:8090"
     password_env: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")] = "VLORA_WATCH_PASSWORD"
 
     def address(self) -> tuple[str, int, str]:
@@ -66,13 +66,14 @@ class PageOptions(StrictModel):
         host, _, port = self.listen.rpartition(":")
         host, password = host.strip("[]"), os.environ.get(self.password_env, "")
         try:
-            is_loopback = ipaddress.ip_address(host).is_loopback
+            is_loopback, number = ipaddress.ip_address(host).is_loopback, int(port)
         except ValueError:
-            raise ServerError(f"the page's host {host} is not an IP address") from None
+            reason = f"the page listens at IP:PORT, as in 127.0.0.1:8090, not {self.listen!r}"
+            raise ServerError(reason) from None
         if not is_loopback and not password:
             reason = f"the page at {self.listen} is open to a network, which needs a password"
             raise ServerError(f"{reason}; set the environment variable {self.password_env}")
-        return host, int(port), password
+        return host, number, password
 
 
 class _Connection(LimitedConnection):

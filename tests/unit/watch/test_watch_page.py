@@ -193,8 +193,9 @@ def test_a_page_for_a_network_needs_a_password(
         assert status == 200
         assert PASSWORD.encode() not in body
     assert PASSWORD not in "".join(capfd.readouterr())
-    with pytest.raises(ServerError, match="the page's host 1:2 is not an IP address"):
-        PageOptions(listen="1:2:80").address()
+    for wrong in ("1:2:80", "8090", "127.0.0.1:x", "localhost:8090"):
+        with pytest.raises(ServerError, match=f"listens at IP:PORT, .*, not '{wrong}'"):
+            PageOptions(listen=wrong).address()
 
 
 def test_metrics_have_a_row_per_camera_and_sink(tmp_path: Path) -> None:
