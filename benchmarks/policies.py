@@ -230,9 +230,10 @@ class Policies(ThreadedBenchmark):
             if isinstance(engine, ChipEngine):
                 row |= engine.simulate(policy, trace, **case.options).as_row()
             else:
-                row |= engine.measure(policy, trace, **case.options).as_row()
+                measured = engine.measure(policy, trace, **case.options)
+                row |= measured.as_row()
                 if name not in OPERATORS:
-                    simulated = engine.simulate(policy, trace, **case.options)
+                    simulated = engine.simulate(policy, trace, measured.pace, **case.options)
                     row["simulated_s"] = fmean(simulated.outcome.end)
                     row["adapter_share"] = simulated.adapter_share
             rows.append(asdict(case) | row)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -51,6 +53,7 @@ class Replay:
     modes, mode_steps: total duration and number of the steps, by mode.
     switch_seconds: total duration of the switches.
     errors: relative error of each step's predicted time; empty for a simulation.
+    pace: mean of the cost model's factor for the speed of the machine, of a replay in real time.
 
     Those of a simulation only:
     adapter_share: share of the steps' total time that adapters cost.
@@ -67,6 +70,7 @@ class Replay:
     modes: dict[str, float] = field(default_factory=dict)
     mode_steps: dict[str, int] = field(default_factory=dict)
     errors: Sequence[float] = ()
+    pace: float = 1.0
     adapter_share: float | None = None
     longest_wait: float | None = None
     wait_bound: float | None = None
@@ -227,6 +231,21 @@ class Simulation:
                 self._scheduler.remove(sequence)
 
 
+@contextmanager
+def noted_paces(costs: CostModel) -> Iterator[list[float]]:
+    """Return a list, to which each step in the `with` block adds the logarithm of the pace."""
+    paces: list[float] = []
+    record = costs.record
+
+    def noted(*arguments: Any) -> float:
+        predicted = record(*arguments)
+        paces.append(costs.corrections.pace.log)
+        return predicted
+
+    with patch.object(costs, "record", noted):
+        yield paces
+
+
 def fork(costs: CostModel) -> CostModel:
     """Return a copy of a cost model; from now on the two learn separately."""
     return replace(costs, corrections=copy.deepcopy(costs.corrections))
@@ -289,7 +308,8 @@ class PolicyEngine:
             for traced in trace
         ]
         before = engine.stats()
-        outcome = self._driver.run(requests)
+        with noted_paces(engine.costs) as paces:
+            outcome = self._driver.run(requests)
         assert not outcome.failed
         after = engine.stats()
         errors = list(engine.costs.corrections.errors)[before.steps - after.steps :]
@@ -301,12 +321,16 @@ class PolicyEngine:
             _growth(before.mode_seconds, after.mode_seconds),
             _growth(before.mode_steps, after.mode_steps),
             errors,
+            math.exp(fmean(paces or [0.0])),
         )
 
-    def simulate(self, name: str, trace: Sequence[TracedRequest], **options: Any) -> Replay:
-        """Replay a trace in simulated time."""
+    def simulate(
+        self, name: str, trace: Sequence[TracedRequest], pace: float = 1.0, **options: Any
+    ) -> Replay:
+        """Replay a trace in simulated time, on a machine of this pace (see `Replay`)."""
         sizes, mergeable = self._sizes.__getitem__, self._mergeable.__getitem__
-        costs = replace(self.engine.costs, sizes=sizes, can_merge=mergeable)
+        costs = replace(fork(self.engine.costs), sizes=sizes, can_merge=mergeable)
+        costs.corrections.pace.log = math.log(pace)
         return Simulation(trace, self.options_of(name, **options), costs).run()
 
     def options_of(self, name: str, **options: Any) -> Options:
