@@ -93,6 +93,7 @@ class Replay:
             "mean_s": fmean(self.outcome.end),
             "p99_s": float(np.quantile(self.outcome.end, 0.99)),
             "duration_s": self.outcome.span,
+            "late": self.outcome.late,
             **{mode: self.mode_steps.get(mode, 0) / steps for mode in MODES},
             "switches": self.switches,
             "merges": self.merges,
@@ -138,8 +139,9 @@ class Simulation:
             while index < len(self._trace) and self._trace[index].at <= self._now:
                 self._add(f"s{index}", self._trace[index])
                 index += 1
+            self._end_late()
             if self._scheduler.idle:
-                self._now = self._trace[index].at
+                self._now = max(self._now, self._trace[min(index, len(self._trace) - 1)].at)
                 continue
             self._in_flight = max(self._in_flight, self._unfinished)
             started = self._now
@@ -185,7 +187,9 @@ class Simulation:
             replay.underfilled_steps = (replay.underfilled_steps or 0) + (2 * rates[0] < rates[1])
 
     def _add(self, request_id: str, traced: TracedRequest) -> None:
-        params = SamplingParams(max_tokens=traced.limit)
+        has_deadline = traced.deadline < math.inf
+        deadline_ms = 1e3 * traced.deadline if has_deadline else None
+        params = SamplingParams(max_tokens=traced.limit, deadline_ms=deadline_ms)
         sequence = EngineSequence(
             Request(request_id, "", params),
             text_prompt([0] * traced.prompt),
@@ -193,9 +197,16 @@ class Simulation:
             traced.limit,
             BlockTable(self._pool, self._block),
         )
-        sequence.arrival = traced.at
+        sequence.queue_at(traced.at)
         self._output_lengths[request_id] = traced.output
         self._scheduler.add(sequence)
+
+    def _end_late(self) -> None:
+        for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
+            if sequence.deadline <= self._now:
+                self._replay.outcome.end.append(self._now - sequence.arrival)
+                self._replay.outcome.late += 1
+                self._scheduler.remove(sequence)
 
     def _switch(self, live: int) -> None:
         seconds = self._costs.switch(self._live, live)
@@ -304,6 +315,7 @@ class PolicyEngine:
                 traced.output,
                 at=traced.at,
                 limit=traced.limit,
+                deadline=traced.deadline,
             )
             for traced in trace
         ]
