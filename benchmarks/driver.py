@@ -6,6 +6,7 @@ engine, its loader thread and the thread that watches the adapter folders.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -22,6 +23,7 @@ from benchmarks.frame import Row
 from vlora.adapters.tensors import WeightsFile
 from vlora.engine.engine import Engine
 from vlora.engine.requests import RequestState
+from vlora.errors import Cancelled
 from vlora.request import ImageFeatures, Output, Request
 from vlora.sampling import SamplingParams
 from vlora.weights.safetensors import ReadPlan
@@ -38,6 +40,7 @@ class DriverRequest:
     at: seconds from the start of the run to its arrival.
     limit: maximum number of answer tokens that the client asks for; None for `output`. The answer
         ends before, as if the model had generated end-of-text.
+    deadline: seconds from its arrival after which the engine ends it.
     sampling: sampling parameters; by default the answer is greedy.
     """
 
@@ -47,6 +50,7 @@ class DriverRequest:
     images: ImageFeatures | None = None
     at: float = 0.0
     limit: int | None = None
+    deadline: float = math.inf
     sampling: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0})
 
 
@@ -64,7 +68,8 @@ class Outcome:
     steps: duration of each step that computed rows.
     disk_steps: number of steps in which the engine's thread read a file of weights.
     span: duration of the run.
-    rows, tokens, failed: numbers of computed rows, of generated tokens and of failed requests.
+    rows, tokens: numbers of computed rows and of generated tokens.
+    failed, late: numbers of failed requests, and of those that were ended at their deadlines.
     """
 
     first: list[float] = field(default_factory=list)
@@ -75,6 +80,7 @@ class Outcome:
     rows: int = 0
     tokens: int = 0
     failed: int = 0
+    late: int = 0
 
     @classmethod
     def joined(cls, outcomes: Sequence[Outcome]) -> Outcome:
@@ -158,7 +164,9 @@ class Driver:
                         outcome.first.append(seconds)
                     if output.finished:
                         outcome.end.append(seconds)
-                        outcome.failed += output.error is not None
+                        is_late = isinstance(output.error, Cancelled)
+                        outcome.late += is_late
+                        outcome.failed += output.error is not None and not is_late
         outcome.span = time.monotonic() - started
         if watch:
             engine.watch.close()
@@ -168,6 +176,8 @@ class Driver:
     def _prepare(self, request: DriverRequest) -> RequestState:
         self._count += 1
         keys = {**request.sampling, "max_tokens": request.limit or request.output}
+        if request.deadline < math.inf:
+            keys["deadline_ms"] = 1e3 * request.deadline
         params = replace(SamplingParams.parse(keys), ignore_eos=True)
         number, adapter, images = f"drive-{self._count}", request.adapter, request.images
         state = self.engine.prepare(

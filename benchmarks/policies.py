@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median
@@ -38,6 +38,8 @@ AGAIN = "unmerge_only again"
 THIS_MACHINE = "this machine"
 EXERCISED = 0.05
 """Share of merged and mixture steps, or of each mode, above which it counts as exercised."""
+DEADLINES_IN, DEADLINES = 3, (0.5, 2.0)
+"""One trace in so many has deadlines: FCFS's median latency times a number from this range."""
 FIGURES = ("mean", "p99", "duration")
 """Figures in seconds have these keys with `_s`, and those relative to FCFS without."""
 
@@ -71,6 +73,7 @@ class Case:
     """The setting of a drawn trace. These are also the first keys of its rows.
 
     load: requests per second, divided by those that FCFS serves if all arrive at once.
+    deadlines: whether every second request has a deadline.
     batch, theta: the options `max_batch_requests` and `theta_steps`.
     """
 
@@ -85,6 +88,7 @@ class Case:
     batch: int
     theta: float
     count: int
+    deadlines: bool
 
     @property
     def options(self) -> Row:
@@ -112,6 +116,7 @@ def drawn_case(seed: int, count: int, grid: Row, chip: str = "") -> Case:
         draw.choice(grid["batches"]),
         draw.choice(grid["thetas"]),
         count,
+        seed % DEADLINES_IN == 0,
     )
 
 
@@ -149,7 +154,15 @@ def timed_trace(case: Case, engine: ChipEngine | PolicyEngine) -> list[TracedReq
     """Return the trace of a case, with the arrivals that make its load by simulation."""
     half = case.count // 2
     capacity = half / engine.simulate(FCFS, case.trace(1e9, half), **case.options).outcome.span
-    return case.trace(case.load * capacity, case.count)
+    trace = case.trace(case.load * capacity, case.count)
+    if not case.deadlines:
+        return trace
+    usual = median(engine.simulate(FCFS, trace, **case.options).outcome.end)
+    draw = random.Random(case.seed)
+    return [
+        replace(one, deadline=usual * draw.uniform(*DEADLINES)) if number % 2 else one
+        for number, one in enumerate(trace)
+    ]
 
 
 def policy_of(name: str) -> str:
@@ -171,6 +184,7 @@ class Policies(ThreadedBenchmark):
             f"{OURS}_worst_mean": "≤ 1.02",
             f"{OURS}_worst_p99": "≤ 1.05",
             f"{OURS}_worst_duration": "≤ 1.05",
+            f"{OURS}_late_beyond_best": "≤ 0",
             f"{PAPER}_share_with_all_modes": "≥ 0.333",
         }.items()
     } | {
@@ -230,9 +244,10 @@ class Policies(ThreadedBenchmark):
             if isinstance(engine, ChipEngine):
                 row |= engine.simulate(policy, trace, **case.options).as_row()
             else:
-                row |= engine.measure(policy, trace, **case.options).as_row()
+                measured = engine.measure(policy, trace, **case.options)
+                row |= measured.as_row()
                 if name not in OPERATORS:
-                    simulated = engine.simulate(policy, trace, **case.options)
+                    simulated = engine.simulate(policy, trace, measured.pace, **case.options)
                     row["simulated_s"] = fmean(simulated.outcome.end)
                     row["adapter_share"] = simulated.adapter_share
             rows.append(asdict(case) | row)
@@ -270,7 +285,7 @@ class Policies(ThreadedBenchmark):
     def tables(self) -> Iterable[RenderableType]:
         steps = f"policy traces {' '.join(MODES)} switches switch_s longest_wait underfilled"
         latencies = "policy exercised_in mean mean_if_hot mean_of_all worst_mean worst_p99"
-        latencies += " worst_duration"
+        latencies += " worst_duration late"
         for kind, rows in (("replayed", replayed(self.rows)), ("simulated", on_chips(self.rows))):
             if rows:
                 made = by_policy(rows)
@@ -314,15 +329,17 @@ def by_policy(rows: Iterable[Row]) -> list[Row]:
     """Return a row per policy with the means of its traces. Latencies are relative to FCFS.
 
     mean, mean_if_hot: of the traces in which the policy merged, or "not exercised" without any.
-    Other latencies are of all traces, as a policy may lose time in other ways than by merging. hot:
-    at least half of the requests have the same adapter. longest_wait: as a share of its bound.
-    underfilled: number of such steps (see `Replay`).
+    Other latencies are of all traces, as a policy may lose time in other ways than by merging. No
+    latency is of traces with deadlines, as a request that misses its deadline is less work. hot: at
+    least half of the requests have the same adapter. longest_wait: as a share of its bound.
+    underfilled: number of such steps (see `Replay`). late: number of missed deadlines.
     """
     known = relative(rows)
     made = []
     for name in dict.fromkeys(row["policy"] for row in known):
         own = matching(known, policy=name)
-        used = matching(own, exercised=True)
+        timed = matching(own, deadlines=False)
+        used = matching(timed, exercised=True)
         hot = [row["mean"] for row in used if row["skew"] >= 0.5]
         row: Row = {"policy": name, "traces": len(own), "exercised_in": len(used)}
         row |= {key: fmean(r[key] for r in own) for key in (*MODES, "switches", "switch_s")}
@@ -332,8 +349,9 @@ def by_policy(rows: Iterable[Row]) -> list[Row]:
         if all(r["wait_bound_s"] is not None for r in own):
             row["longest_wait"] = max(r["longest_wait_s"] / r["wait_bound_s"] for r in own)
             row["underfilled"] = sum(r["underfilled_steps"] for r in own)
-        row["mean_of_all"] = mean_of(r["mean"] for r in own)
-        row |= {f"worst_{key}": max(r[key] for r in own) for key in FIGURES}
+        row["late"] = sum(r["late"] for r in own)
+        row["mean_of_all"] = mean_of(r["mean"] for r in timed)
+        row |= {f"worst_{key}": max((r[key] for r in timed), default=None) for key in FIGURES}
         made.append(row)
     return made
 
@@ -364,6 +382,10 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
             if row["policy"] in (OURS, PAPER, FCFS) and "longest_wait" in row:
                 for key in ("longest_wait", "underfilled"):
                     summary[key] = max(summary.get(key, 0), row[key])
+        late = {row["policy"]: row["late"] for row in by_policy(own)}
+        if OURS in late and len(late) > 1:
+            others = [count for name, count in late.items() if name not in (OURS, *OPERATORS)]
+            summary[f"{kind}{OURS}_late_beyond_best"] = late[OURS] - min(others)
         paper = matching(own, policy=PAPER)
         if paper:
             full = sum(min(row[mode] for mode in MODES) > EXERCISED for row in paper)

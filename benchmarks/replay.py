@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -51,6 +53,7 @@ class Replay:
     modes, mode_steps: total duration and number of the steps, by mode.
     switch_seconds: total duration of the switches.
     errors: relative error of each step's predicted time; empty for a simulation.
+    pace: mean of the cost model's factor for the speed of the machine, of a replay in real time.
 
     Those of a simulation only:
     adapter_share: share of the steps' total time that adapters cost.
@@ -67,6 +70,7 @@ class Replay:
     modes: dict[str, float] = field(default_factory=dict)
     mode_steps: dict[str, int] = field(default_factory=dict)
     errors: Sequence[float] = ()
+    pace: float = 1.0
     adapter_share: float | None = None
     longest_wait: float | None = None
     wait_bound: float | None = None
@@ -89,6 +93,7 @@ class Replay:
             "mean_s": fmean(self.outcome.end),
             "p99_s": float(np.quantile(self.outcome.end, 0.99)),
             "duration_s": self.outcome.span,
+            "late": self.outcome.late,
             **{mode: self.mode_steps.get(mode, 0) / steps for mode in MODES},
             "switches": self.switches,
             "merges": self.merges,
@@ -134,8 +139,9 @@ class Simulation:
             while index < len(self._trace) and self._trace[index].at <= self._now:
                 self._add(f"s{index}", self._trace[index])
                 index += 1
+            self._end_late()
             if self._scheduler.idle:
-                self._now = self._trace[index].at
+                self._now = max(self._now, self._trace[min(index, len(self._trace) - 1)].at)
                 continue
             self._in_flight = max(self._in_flight, self._unfinished)
             started = self._now
@@ -181,7 +187,9 @@ class Simulation:
             replay.underfilled_steps = (replay.underfilled_steps or 0) + (2 * rates[0] < rates[1])
 
     def _add(self, request_id: str, traced: TracedRequest) -> None:
-        params = SamplingParams(max_tokens=traced.limit)
+        has_deadline = traced.deadline < math.inf
+        deadline_ms = 1e3 * traced.deadline if has_deadline else None
+        params = SamplingParams(max_tokens=traced.limit, deadline_ms=deadline_ms)
         sequence = EngineSequence(
             Request(request_id, "", params),
             text_prompt([0] * traced.prompt),
@@ -189,9 +197,16 @@ class Simulation:
             traced.limit,
             BlockTable(self._pool, self._block),
         )
-        sequence.arrival = traced.at
+        sequence.queue_at(traced.at)
         self._output_lengths[request_id] = traced.output
         self._scheduler.add(sequence)
+
+    def _end_late(self) -> None:
+        for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
+            if sequence.deadline <= self._now:
+                self._replay.outcome.end.append(self._now - sequence.arrival)
+                self._replay.outcome.late += 1
+                self._scheduler.remove(sequence)
 
     def _switch(self, live: int) -> None:
         seconds = self._costs.switch(self._live, live)
@@ -225,6 +240,21 @@ class Simulation:
             if sequence.output_length == self._output_lengths[sequence.id]:
                 outcome.end.append(seconds)
                 self._scheduler.remove(sequence)
+
+
+@contextmanager
+def noted_paces(costs: CostModel) -> Iterator[list[float]]:
+    """Return a list, to which each step in the `with` block adds the logarithm of the pace."""
+    paces: list[float] = []
+    record = costs.record
+
+    def noted(*arguments: Any) -> float:
+        predicted = record(*arguments)
+        paces.append(costs.corrections.pace.log)
+        return predicted
+
+    with patch.object(costs, "record", noted):
+        yield paces
 
 
 def fork(costs: CostModel) -> CostModel:
@@ -285,11 +315,13 @@ class PolicyEngine:
                 traced.output,
                 at=traced.at,
                 limit=traced.limit,
+                deadline=traced.deadline,
             )
             for traced in trace
         ]
         before = engine.stats()
-        outcome = self._driver.run(requests)
+        with noted_paces(engine.costs) as paces:
+            outcome = self._driver.run(requests)
         assert not outcome.failed
         after = engine.stats()
         errors = list(engine.costs.corrections.errors)[before.steps - after.steps :]
@@ -301,12 +333,16 @@ class PolicyEngine:
             _growth(before.mode_seconds, after.mode_seconds),
             _growth(before.mode_steps, after.mode_steps),
             errors,
+            math.exp(fmean(paces or [0.0])),
         )
 
-    def simulate(self, name: str, trace: Sequence[TracedRequest], **options: Any) -> Replay:
-        """Replay a trace in simulated time."""
+    def simulate(
+        self, name: str, trace: Sequence[TracedRequest], pace: float = 1.0, **options: Any
+    ) -> Replay:
+        """Replay a trace in simulated time, on a machine of this pace (see `Replay`)."""
         sizes, mergeable = self._sizes.__getitem__, self._mergeable.__getitem__
-        costs = replace(self.engine.costs, sizes=sizes, can_merge=mergeable)
+        costs = replace(fork(self.engine.costs), sizes=sizes, can_merge=mergeable)
+        costs.corrections.pace.log = math.log(pace)
         return Simulation(trace, self.options_of(name, **options), costs).run()
 
     def options_of(self, name: str, **options: Any) -> Options:

@@ -94,7 +94,7 @@ class Options:
     policy: str = "unmerge_only"
     theta_steps: float = 4.0
     max_wait_seconds: float = 30.0
-    throughput_loss: float = 0.1
+    throughput_loss: float = 0.05
     deterministic: bool = False
     route_adapters: bool = False
     max_num_waiting: int = 1024

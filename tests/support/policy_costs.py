@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from vlora.engine.cost import rows_by_adapter
+from vlora.engine.cost import Part, rows_by_adapter
 from vlora.engine.policies.base import Candidate
 from vlora.ids import BASE
 
@@ -22,6 +23,7 @@ class FixedCosts:
     unmergeable: frozenset[int] = frozenset()
     overhead_seconds = 0.0
     lora_call_seconds = 0.0
+    merged_seconds = 0.0  # Time by which steps with a merged adapter were longer than predicted.
 
     def steps(self, ready: Sequence[Candidate], live: int) -> list[float]:
         return [STEP_SECONDS * r.missing for r in ready]
@@ -38,6 +40,13 @@ class FixedCosts:
             self.read_adapter(slot) + self.apply_adapter(slot, n) for slot, n in rows.items()
         )
         return seconds + (self.lora_calls() if rows else 0.0)
+
+    def saving(self, parts: Sequence[Part], live: int) -> tuple[float, float]:
+        rows_of: Counter[int] = Counter()
+        for part in parts:
+            rows_of[part.slot] += part.rows
+        saved = self.adapters(rows_of, BASE) - self.adapters(rows_of, live)
+        return saved - self.merged_seconds, saved
 
     def mergeable(self, slot: int) -> bool:
         return slot not in self.unmergeable

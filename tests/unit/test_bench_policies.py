@@ -104,7 +104,10 @@ def test_drawn_traces_have_full_steps_bounded_waits_and_are_no_slower_with_predi
     trace = timed_trace(case, engine)
     rows = {name: engine.simulate(name, trace, **case.options).as_row() for name in OWN_POLICIES}
     for key, bar in zip(FIGURES, (1.02, 1.05, 1.05), strict=True):
-        assert rows["predictive"][f"{key}_s"] <= bar * rows[FCFS][f"{key}_s"]
+        # A request that misses its deadline is no more work.
+        assert case.deadlines or rows["predictive"][f"{key}_s"] <= bar * rows[FCFS][f"{key}_s"]
+    assert case.deadlines == bool(rows[FCFS]["late"])
+    assert rows["predictive"]["late"] <= rows[FCFS]["late"]
     for name, own in rows.items():
         assert own["longest_wait_s"] <= own["wait_bound_s"], name
         assert own["underfilled_steps"] == 0, name
@@ -139,6 +142,7 @@ def row(policy: str, seed: int = 1, mean: float = 1.0, merged: float = 0.0, **mo
     modes = {"merged": merged, "mixture": merged / 2, "unmerged": 1 - 1.5 * merged}
     at = {"chip": "this machine", "seed": seed, "skew": 0.6, "switches": 3}
     at |= {"switch_s": 0.1, "adapter_share": 0.08, "wait_bound_s": None}
+    at |= {"deadlines": False, "late": 0}
     return {"policy": policy, **at, **times, **modes, **more}
 
 
@@ -156,6 +160,13 @@ def test_policies_are_compared_on_the_same_traces_where_they_merged() -> None:
     assert found["paper"]["merged"] == pytest.approx(0.27)
     assert (found["dlora"]["mean"], found["dlora"]["worst_mean"]) == ("not exercised", 9.0)
     assert found["punica"]["worst_mean"] == 5.0
+    late = [
+        row(name, 6, 9.0, 0.4, deadlines=True, late=n)
+        for name, n in (("unmerge_only", 5), ("predictive", 3))
+    ]
+    assert by_policy(late)[1]["late"] == 3
+    assert by_policy(late)[1]["mean_of_all"] is None, "more requests in time are more work"
+    assert summarize(late)["predictive_late_beyond_best"] == -2
     summary = summarize(rows)
     assert summary["paper_share_with_all_modes"] == pytest.approx(2 / 3)
     assert (summary["noise_floor"], summary["adapter_share"]) == pytest.approx((0.1, 0.08))

@@ -101,6 +101,25 @@ def test_predictions_converge_to_the_times_of_each_kind_of_step() -> None:
     assert costs.median_error < 0.01 < max(costs.corrections.errors)
 
 
+def test_steps_with_a_merged_adapter_have_a_factor_of_their_own() -> None:
+    costs = model(replace(PROFILE, lora_calls=3e-3))
+    parts = [Part(0, 1, 10, True)] * 4
+    unmerged, merged = (costs.predict(parts, live) for live in (BASE, 0))
+    assert costs.saving(parts, 0) == pytest.approx([unmerged - merged] * 2)
+    for _ in range(40):
+        costs.record(parts, BASE, unmerged)
+        costs.record(parts, 0, 1.5 * merged)
+    assert costs.predict(parts, BASE) == pytest.approx(unmerged, rel=0.01)
+    assert costs.predict(parts, 0) == pytest.approx(1.5 * merged, rel=0.02)
+    measured, profiled = costs.saving(parts, 0)
+    lost = pytest.approx(unmerged - 1.5 * merged, abs=0.02 * unmerged)
+    assert measured * costs.corrections.pace.factor == lost
+    assert profiled == pytest.approx(unmerged - merged)
+    for _ in range(20_000):
+        costs.record(parts, BASE, unmerged)
+    assert costs.saving(parts, 0)[0] > 0.0, "a merge is tried again"
+
+
 def test_a_slower_machine_corrects_all_kinds_of_steps_at_once() -> None:
     costs = model()
     kinds = [[Part(BASE, 1, 10, True)] * 4, [Part(BASE, 16, 0, True)], [Part(0, 1, 10, True)]]

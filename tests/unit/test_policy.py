@@ -269,6 +269,14 @@ def test_a_merge_that_loses_what_another_would_cost_ends_and_is_trusted_less() -
     assert policy.choose([hot], BASE, 0.0).live == BASE, "the same prediction is no longer enough"
 
 
+def test_an_adapter_is_not_merged_if_measured_steps_lose_more_than_the_profile_promises() -> None:
+    hot = Candidate("a", 1, missing=60, remaining=20)
+    assert predictive().choose([hot], BASE, 0.0).live == 1
+    for live in (BASE, 1):
+        choice = predictive(merged_seconds=3e-3).choose([hot], live, 0.0)
+        assert choice.live == BASE, "60 ms are lost in 20 steps, and 50 ms saved"
+
+
 def test_overdue_requests_go_first_then_urgent_deadlines_then_priorities_then_arrivals() -> None:
     prompt = Candidate("prompt", BASE, missing=64)
     urgent = Candidate("urgent", BASE, 1.0, missing=20, deadline=0.03)

@@ -27,7 +27,11 @@ MAX_ERRORS = 512
 PACE_WEIGHT = 0.4  # Large, because other processes change the pace within seconds.
 KIND_WEIGHT = 0.05
 MERGE_WEIGHT = 0.1
-KIND_PRIOR = 2  # Assumed measurements with ratio 1 that each kind starts with.
+MERGED_WEIGHT = 0.05
+# Each step without a merged adapter reduces its correction by this fraction, so that a merge is
+# tried again some thousand steps after others have lost.
+MERGED_FORGETTING = 0.0005
+KIND_PRIOR = MERGED_PRIOR = 2  # Assumed measurements with ratio 1 that each kind starts with.
 OVERHEAD_FORGETTING = 0.02  # Each step reduces the weight of all earlier ones by this fraction.
 # A measured overhead is clipped to OUTLIER_FACTOR times the expected one, or to OUTLIER_SECONDS if
 # that is longer: the machine was busy with something else.
@@ -99,27 +103,38 @@ class Corrections:
     """Everything that a cost model has learned from steps and merges.
 
     pace: factor for the predicted times of all forward passes.
+    merged: additional factor for those with a merged adapter.
     merges: factor for the predicted times of all merges.
     overhead: estimate of the time of a step outside its forward pass.
     """
 
     pace: RatioEstimate = field(default_factory=lambda: RatioEstimate(PACE_WEIGHT))
+    merged: RatioEstimate = field(
+        default_factory=lambda: RatioEstimate(MERGED_WEIGHT, samples=MERGED_PRIOR)
+    )
     merges: RatioEstimate = field(default_factory=lambda: RatioEstimate(MERGE_WEIGHT))
     overhead: StepOverhead = field(default_factory=StepOverhead)
     # Relative errors of the latest step predictions.
     errors: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_ERRORS))
     _kinds: dict[StepKind, RatioEstimate] = field(default_factory=dict)
 
-    def factor(self, kind: StepKind) -> float:
+    def factor(self, kind: StepKind, live: int) -> float:
         """Return the factor by which to multiply the predicted forward pass of such a step."""
         of_kind = self._kinds.get(kind)
-        return self.pace.factor * (1.0 if of_kind is None else of_kind.factor)
+        factor = self.pace.factor * (1.0 if of_kind is None else of_kind.factor)
+        return factor if live == BASE else factor * self.merged.factor
 
-    def learn_forward(self, kind: StepKind, ratio: float) -> None:
+    def learn_forward(self, kind: StepKind, live: int, ratio: float) -> None:
         """Add a measurement: the time of a forward pass divided by its uncorrected prediction."""
         of_kind = self._kinds.setdefault(kind, RatioEstimate(KIND_WEIGHT, samples=KIND_PRIOR))
+        if live != BASE:
+            of_merged = ratio / (self.pace.factor * of_kind.factor)
+            self.merged.learn(of_merged)
+            ratio /= self.merged.factor
         self.pace.learn(ratio / of_kind.factor)
-        of_kind.learn(ratio / self.pace.factor)
+        if live == BASE:
+            of_kind.learn(ratio / self.pace.factor)
+            self.merged.log *= 1.0 - MERGED_FORGETTING
 
 
 class Part(NamedTuple):
@@ -196,7 +211,7 @@ class CostModel:
         """Return the predicted seconds of a step with `live` merged, with its overhead."""
         uncorrected, kind = self._uncorrected(parts, live)
         overhead = self.corrections.overhead.seconds(len(parts))
-        return uncorrected * self.corrections.factor(kind) + overhead
+        return uncorrected * self.corrections.factor(kind, live) + overhead
 
     def record(
         self, parts: Sequence[Part], live: int, forward: float, overhead: float = 0.0
@@ -206,11 +221,11 @@ class CostModel:
         forward, overhead: seconds of the forward pass, and of the rest of the step.
         """
         uncorrected, kind = self._uncorrected(parts, live)
-        factor = self.corrections.factor(kind)
+        factor = self.corrections.factor(kind, live)
         predicted = uncorrected * factor + self.corrections.overhead.seconds(len(parts))
         if uncorrected > 0.0 and forward > 0.0:
             self.corrections.errors.append(abs(predicted / (forward + overhead) - 1.0))
-            self.corrections.learn_forward(kind, forward / uncorrected)
+            self.corrections.learn_forward(kind, live, forward / uncorrected)
             self.corrections.overhead.learn(len(parts), overhead)
         return predicted
 
@@ -245,7 +260,8 @@ class CostModel:
             key = rows, slot != live
             of_products = products.get(key)
             if of_products is None:
-                factor = self.corrections.factor(_kind(rows, 1, adapted=slot != live))
+                kind = _kind(rows, 1, adapted=slot != live)
+                factor = self.corrections.factor(kind, live)
                 of_products = products[key] = self.products(rows, 1), factor
             forward = of_products[0] + of_adapters[0] + of_adapters[1] * rows
             # This is `attention`, written out because the loop runs for every candidate.
@@ -283,6 +299,17 @@ class CostModel:
 
     def mergeable(self, slot: int) -> bool:
         return slot == BASE or self.can_merge(slot)
+
+    def saving(self, parts: Sequence[Part], live: int) -> tuple[float, float]:
+        """Return the seconds that a step with `live` merged takes less than one without, at the
+        pace of the calibration: as measured for steps of these kinds, and by the profile alone.
+        """
+        (before, its_kind), (after, kind) = (
+            self._uncorrected(parts, slot) for slot in (BASE, live)
+        )
+        factor, pace = self.corrections.factor, self.corrections.pace.factor
+        measured = (factor(its_kind, BASE) * before - factor(kind, live) * after) / pace
+        return measured, before - after
 
     def products(self, rows: int, answers: int) -> float:
         """Return the time of the matrix products of `rows` rows, with `answers` in the LM head."""

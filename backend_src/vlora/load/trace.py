@@ -87,6 +87,7 @@ class TracedRequest:
     output: number of tokens of the answer, which no policy knows.
     limit: maximum number of answer tokens that the client asks for.
     stream: number of the video stream of which this is a chunk, or None.
+    deadline: seconds from the arrival after which the answer is not wanted any more.
     """
 
     at: float
@@ -96,6 +97,7 @@ class TracedRequest:
     limit: int
     priority: int = 0
     stream: int | None = None
+    deadline: float = math.inf
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from vlora.config import Options
-from vlora.engine.cost import CostModel
+from vlora.engine.cost import CostModel, Part
 from vlora.engine.policies.base import Candidate, Choice, Order, service_rank
 from vlora.ids import BASE
 
@@ -109,9 +109,13 @@ class GainfulMerging:
         live: int,
     ) -> int:
         """Return the adapter that should be live in a step with these rows, or BASE."""
-        best, gain = self._best(ready, live)
-        if best == self._merged and self._disappoints():
-            best = BASE
+        best, gain, steps = self._best(ready, live)
+        if best != BASE:
+            parts = [Part(r.slot, rows[r.id], r.context, rows[r.id] == r.missing) for r in chosen]
+            measured, profiled = self._costs.saving(parts, best)
+            gain += steps * (measured - profiled)
+            if gain <= 0.0 or (best == self._merged and self._disappoints()):
+                best = BASE
         if self._merged not in (BASE, best):
             self._learn()
         if best not in (BASE, self._merged):
@@ -119,11 +123,7 @@ class GainfulMerging:
             self._realised = self._peak = -self._costs.switch(live, best)
         self._merged = best
         if best != BASE:
-            rows_of: Counter[int] = Counter()
-            for r in chosen:
-                rows_of[r.slot] += rows[r.id]
-            self._realised += self._costs.adapters(rows_of, BASE)
-            self._realised -= self._costs.adapters(rows_of, best)
+            self._realised += measured
             self._peak = max(self._peak, self._realised)
         self._trust += TRUST_RECOVERY * (1.0 - self._trust)
         return best
@@ -141,9 +141,9 @@ class GainfulMerging:
         self.predicted_gain += self._predicted
         self.realised_gain += self._realised
 
-    def _best(self, ready: Sequence[Candidate], live: int) -> tuple[int, float]:
-        """Return the adapter whose merge saves the most time over the remaining work, or BASE, and
-        the seconds that it saves.
+    def _best(self, ready: Sequence[Candidate], live: int) -> tuple[int, float, int]:
+        """Return the adapter whose merge saves the most time over the remaining work, or BASE, the
+        seconds that it saves by the profile, and in how many steps.
 
         A merge saves reading the adapter and applying it to the rows of its own requests. It also
         saves the calls of the LoRA operator in steps without other adapters. It costs the switch,
@@ -168,7 +168,7 @@ class GainfulMerging:
             gain = trusted - self._costs.switch(live, slot)
             if gain > best_gain:
                 best, best_gain = slot, gain
-        return best, best_gain
+        return best, best_gain, steps[best]
 
 
 def make(options: Options, costs: CostModel) -> Predictive:
