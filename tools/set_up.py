@@ -22,7 +22,7 @@ from typing import Any, TextIO
 
 ROOT = Path(__file__).resolve().parents[1]
 LOG = ROOT / "build" / "set-up.log"
-EXTRAS = "server,gateway,scale,structured,train,video,dev"
+EXTRAS = "server,gateway,scale,structured,train,video,watch,dev"
 LARGE_MB = 10.0
 """Minimum size of a file whose download is announced."""
 LAST_LINES = 30

@@ -148,3 +148,15 @@ class Page:
         """Return the warnings and errors that the console has shown since the last call."""
         entries = self.driver.get_log("browser")
         return [entry["message"] for entry in entries if entry["level"] in ("WARNING", "SEVERE")]
+
+
+def barriers(page: Page) -> list[tuple[str, str, str]]:
+    """Return the rule, element and summary of each serious finding of axe-core. Skip the test if
+    it is missing."""
+    page.run(axe().read_text())
+    return [
+        (one["id"], node["html"], node["failureSummary"])
+        for one in page.run("return (await axe.run()).violations")
+        if one["impact"] in ("serious", "critical")
+        for node in one["nodes"]
+    ]

@@ -24,6 +24,7 @@ LAYERS = [
         "errors",
         "file_names",
         "fork_server",
+        "http_connection",
         "ids",
         "interpreters",
         "metrics",
@@ -31,7 +32,9 @@ LAYERS = [
         "openmp_env",
         "paths",
         "server_run",
+        "static_pages",
         "strict_json",
+        "strict_yaml",
     },
     {"config", "cores", "live_requests", "net", "request", "sampling", "structured"},
     {"atmm", "backends", "device", "kernels"},
@@ -39,7 +42,7 @@ LAYERS = [
     {"adapters"},
     {"model"},
     {"engine", "vision", "offline"},
-    {"gateway", "generation", "launcher", "load", "serving"},
+    {"gateway", "generation", "launcher", "load", "serving", "watch"},
     {"cli"},
 ]
 """Lowest first; a module may import from its own layer and those below."""

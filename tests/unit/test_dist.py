@@ -98,8 +98,9 @@ def test_the_wheel_must_contain_the_files_of_the_source_tree() -> None:
     assert "vlora/_data/tools/demo/checkpoint/config.json" in due
     assert "vlora/py.typed" in due
     assert "vlora/_data/tools/demo/samples/index.json" in due
-    page = {name for name in due if name.startswith("vlora/gateway/static/")}
-    assert "vlora/gateway/static/index.html" in page
+    pages = ("vlora/gateway/static/", "vlora/watch/static/")
+    page = {name for name in due if name.startswith(pages)}
+    assert {f"{folder}index.html" for folder in pages} <= page
     package = {Path(name).suffix for name in {*due} - page if not name.startswith("vlora/_data")}
     assert package <= {".py", ".json", ".typed"}, "pyproject.toml takes no other into the wheel"
     assert not [name for name in due if name.startswith(("tests", "csrc", "vlora/_data/tests"))]

@@ -36,8 +36,8 @@ from vlora.gateway.door import (
     load_keys,
 )
 from vlora.gateway.errors import ApiError
-from vlora.gateway.protocol import MAX_SMALL_CHUNKS, MAX_WAITING, LimitedConnection
 from vlora.gateway.server import listen
+from vlora.http_connection import MAX_SMALL_CHUNKS, MAX_WAITING, LimitedConnection
 
 KEY, OTHER = "k" * 16, "o" * 16
 PAGE = "https://page.example"

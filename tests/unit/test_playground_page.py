@@ -12,7 +12,8 @@ pytest.importorskip("fastapi", reason="the extra gateway is not installed")
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from vlora.gateway.app import EXAMPLES, PAGE, POLICY, StaticPages
+from vlora.gateway.app import EXAMPLES, PAGE
+from vlora.static_pages import POLICY, StaticPages
 
 FILES = sorted(PAGE.iterdir())
 SCRIPTS = [file for file in FILES if file.suffix == ".js"]

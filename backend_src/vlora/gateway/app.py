@@ -18,7 +18,6 @@ from fastapi.responses import JSONResponse, RedirectResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.staticfiles import StaticFiles
 
 from vlora import __version__, paths
 from vlora.errors import ServerError, nearest, shown
@@ -40,6 +39,7 @@ from vlora.gateway.media import MediaLoader
 from vlora.gateway.options import GatewayOptions, check_base_name
 from vlora.gateway.requests import Ask, of_tenant, read_body, read_chat, read_completion
 from vlora.net import get, is_local
+from vlora.static_pages import StaticPages
 
 Result = TypeVar("Result")
 
@@ -74,44 +74,6 @@ async def _until_gone(receive: Receive) -> None:
 
 PAGE = Path(__file__).parent / "static"
 EXAMPLES = paths.root() / "tools" / "demo" / "samples"  # Images of the demo, for the gallery.
-
-# Content-Security-Policy. It allows only files of this gateway. Scripts cannot insert text as
-# markup or run it as code.
-POLICY = "; ".join(
-    (
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self'",
-        "img-src 'self' data:",
-        "media-src 'self' blob:",
-        "connect-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-        "require-trusted-types-for 'script'",
-        "trusted-types 'none'",
-    )
-)
-
-HEADERS = {
-    "content-security-policy": POLICY,
-    "permissions-policy": "camera=(self), microphone=(), geolocation=()",
-    "cross-origin-opener-policy": "same-origin",
-    "cross-origin-resource-policy": "same-origin",
-    "referrer-policy": "no-referrer",
-    "x-content-type-options": "nosniff",
-    "cache-control": "no-cache",
-}
-
-
-class StaticPages(StaticFiles):
-    """Serves the files of the playground with `HEADERS`."""
-
-    async def get_response(self, path: str, scope: Any) -> Response:
-        response = await super().get_response(path, scope)
-        response.headers.update(HEADERS)
-        return response
-
 
 METRICS_SECONDS = 5.0  # Time limit in seconds for reading the server's metrics.
 

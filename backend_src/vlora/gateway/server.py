@@ -16,7 +16,7 @@ from vlora.gateway.app import make_app
 from vlora.gateway.bodies import DISCARD_SECONDS
 from vlora.gateway.door import App
 from vlora.gateway.options import GatewayOptions
-from vlora.gateway.protocol import LimitedConnection
+from vlora.http_connection import LimitedConnection
 from vlora.net import (
     GRPC_ADDRESS,
     MAX_PORT,

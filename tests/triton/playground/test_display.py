@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.support.browser import Page, axe
+from tests.support.browser import Page, barriers
 from tests.support.playground import example
 from tools.demo.show import SAMPLES
 from vlora.vision.results import parse_boxes
@@ -136,34 +136,22 @@ def test_the_keyboard_is_enough(page: Page) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_is_accessible(page: Page, scheme: str) -> None:
-    page.run(axe().read_text())
     page.scheme(scheme)
-
-    def check() -> None:
-        violations = page.run("return (await axe.run()).violations")
-        found = [
-            (one["id"], node["html"], node["failureSummary"])
-            for one in violations
-            if one["impact"] in ("serious", "critical")
-            for node in one["nodes"]
-        ]
-        assert found == []
-
     for mode in MODES:
         page.mode(mode)
-        check()
+        assert barriers(page) == []
     page.mode("compare")
     example(page, "defects")
     page.answer()
     example(page, "digits")
     page.answer()
     page.click("#key-panel summary")
-    check()
+    assert barriers(page) == []
     page.click("#key-panel summary")
     page.click(".more summary")
     page.write("#max-tokens", "99999999999")
     page.run("document.querySelector('#ask-form').noValidate = true")
     page.click("#ask")
     page.wait(".failure")
-    check()
+    assert barriers(page) == []
     page.faults()

@@ -7,13 +7,12 @@ because the application cannot refuse a request before the head is complete.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import deque
 from typing import Any
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
-
-from vlora.gateway.errors import ApiError
 
 # Maximum size in bytes of a request without its body. The network read that contains the start of a
 # request is not counted; it has at most 256 KiB.
@@ -39,8 +38,12 @@ MAX_WAITING = 16
 
 
 class LimitedConnection(HttpToolsProtocol):
-    """One HTTP connection, which is closed if a limit is exceeded."""
+    """One HTTP connection, which is closed if a limit is exceeded.
 
+    max_connections: limit of the server's connections, or None. Further ones are closed at once.
+    """
+
+    max_connections: int | None = None
     head_seconds = HEAD_SECONDS
     send_seconds = SEND_SECONDS
 
@@ -55,6 +58,8 @@ class LimitedConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if self.max_connections is not None and len(self.connections) > self.max_connections:
+            transport.abort()
         transport.set_write_buffer_limits(0)  # Writing is paused while any byte waits to be sent.
         self._start_timer()
 
@@ -118,7 +123,8 @@ class LimitedConnection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Send an error in the form of the API, and close the connection."""
-        body = ApiError("INVALID_ARG", msg).as_json()
+        kind = {"type": "invalid_request_error", "param": None, "code": "INVALID_ARG"}
+        body = json.dumps({"error": {"message": msg, **kind}}).encode()
         self.transport.write(
             b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
             b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(body), body)

@@ -1,0 +1,1 @@
+"""`vlora watch`: cameras whose answers become alerts."""
