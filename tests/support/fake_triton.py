@@ -74,10 +74,10 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         count = len(values["frames_raw"]) if "frames_raw" in values else len(frames)
         result = build_result(
             text="moving left",
-            details={"task": values["task"][0].decode(), "adapter": None, "timings": {}},
+            details={"task": _text(values, "task", "vqa"), "adapter": None, "timings": {}},
             layout=np.array([[0, 1, 1, 1, 1, 1]] * count, np.int32).reshape(-1, 6),
             size=np.ones((count, 2), np.int32),
-            metadata=values["metadata"][0].decode(),
+            metadata=_text(values, "metadata", ""),
         )
         return _response("video_analytics", {"result": result})
 
@@ -134,3 +134,8 @@ def _response(model: str, outputs: dict[str, str]) -> service_pb2.ModelInferResp
 
 def metadata_of(request: dict[str, object]) -> dict[str, object]:
     return json.loads(request["metadata"][0])
+
+
+def _text(values: dict[str, object], name: str, default: str) -> str:
+    """Return the text of an input, or `default` if the request does not have it."""
+    return values[name][0].decode() if name in values else default
