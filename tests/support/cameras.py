@@ -1,12 +1,34 @@
-"""Videos for tests of cameras."""
+"""Videos and cameras for tests of `vlora watch`, and its run in a thread."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
+import subprocess
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import yaml
+
+from tests.support.polling import until
+from vlora.watch.asking import Analytics
+from vlora.watch.config import read_cameras
+from vlora.watch.desk import open_desk
+from vlora.watch.run import Watch, Watched
+
+RTSP_SERVER = Path(__file__).with_name("rtsp_server.py")
+SYSTEM_PYTHON = "/usr/bin/python3"  # The one for which Debian has GStreamer.
+NEEDS = """import gi
+gi.require_version("GstRtspServer", "1.0")
+from gi.repository import Gst, GstRtspServer
+Gst.init(None)
+assert all(map(Gst.ElementFactory.find, ("videotestsrc", "x264enc", "rtph264pay")))
+"""
 
 
 def write_video(
@@ -27,3 +49,95 @@ def write_video(
             container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         container.mux(stream.encode())
     return path
+
+
+class RtspCamera:
+    """A camera of `rtsp_server.py`; see there for the options. Its port stays if it starts again."""
+
+    def __init__(self, *options: str) -> None:
+        command = [SYSTEM_PYTHON, "-c", NEEDS]
+        if subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("GStreamer's RTSP server is not installed (see CONTRIBUTING.md)")
+        self._options, self.port = options, "0"
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"rtsp://127.0.0.1:{self.port}/camera"
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            [SYSTEM_PYTHON, str(RTSP_SERVER), self.port, *self._options],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.port = self.process.stdout.readline().strip()
+
+    def tell(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+class WatchRun:
+    """A `Watch` in a thread of its own, on a file that a test may change.
+
+    lines: what it reported.
+    """
+
+    def __init__(self, folder: Path, server: str, cameras: dict[str, Any]) -> None:
+        self._folder, self._server = folder, server
+        self.path, self._log = folder / "cameras.yaml", folder / "answers.jsonl"
+        self.lines: list[str] = []
+        self.watch: Watch | None = None
+        self.write(cameras)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+
+    def write(self, cameras: dict[str, Any]) -> None:
+        kept = {"folder": str(self._folder / "kept")}
+        content = {"server": self._server, "retention": kept, "cameras": cameras}
+        self.path.write_text(yaml.safe_dump(content))
+
+    def start(self) -> None:
+        self._thread.start()
+        until(lambda: self.watch and self.watch.watched(), 10)
+
+    def stop(self) -> None:
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._task.cancel)
+        self.join()
+
+    def join(self) -> None:
+        """Wait until all sources have ended."""
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+
+    async def _run(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._loop, self._task = asyncio.get_running_loop(), task
+        cameras = read_cameras(self.path)
+        analytics = Analytics(cameras.server)
+        desk = open_desk(cameras.sinks, cameras.retention)
+        try:
+            with self._log.open("w") as log, contextlib.suppress(asyncio.CancelledError):
+                self.watch = Watch(self.path, cameras, analytics, desk, self.lines.append, log)
+                await self.watch.run()
+        finally:
+            await analytics.close()
+            desk.close(1.0)
+
+    def __getitem__(self, name: str) -> Watched:
+        assert self.watch is not None
+        return next(one for one in self.watch.watched() if one.reader.name == name)
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """The JSON lines of all answers."""
+        return [json.loads(line) for line in self._log.read_text().splitlines()]

@@ -99,7 +99,7 @@ def _remuxed(packets: list[_Packet]) -> bytes:
     start, last = packets[0].dts, -1
     with (
         av.open(io.BytesIO(packets[0].header), format="nut") as template,
-        av.open(buffer, "w", format="mp4", options={"movflags": "faststart"}) as container,
+        av.open(buffer, "w", format="mp4") as container,
     ):
         stream = container.add_stream_from_template(template.streams.video[0])
         for one in packets:
