@@ -52,7 +52,7 @@ def write_video(
 
 
 class RtspCamera:
-    """A camera of `rtsp_server.py`; see there for the options. Its port stays if it starts again."""
+    """A camera of `rtsp_server.py`, which has the options. It keeps its port if it starts again."""
 
     def __init__(self, *options: str) -> None:
         command = [SYSTEM_PYTHON, "-c", NEEDS]

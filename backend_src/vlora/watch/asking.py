@@ -24,7 +24,7 @@ from vlora.net import grpc_options, load_grpc_stubs, outputs_of, port_hint, stri
 from vlora.watch.answers import Answer
 from vlora.watch.chunks import Chunk
 from vlora.watch.config import Camera
-from vlora.watch.pixels import encoded
+from vlora.watch.pixels import Shot
 
 MODEL = "video_analytics"
 OUTPUTS = ("result",)
@@ -73,7 +73,7 @@ class Analytics:
             raise ServerError(f"the server at {self._address} has no model '{MODEL}' ready")
 
     async def ask(self, camera: Camera, stream_id: str, frames: Sequence[bytes]) -> dict[str, Any]:
-        """Return the `result` for encoded frames. Raises VLoraError, and NoServer."""
+        """Return the `result` for frames as JPEG files. Raises VLoraError, and NoServer."""
         request = self._request(camera, stream_id, frames)
         timeout = camera.deadline / 1e3 + EXTRA_SECONDS
         headers = routing_headers(camera.adapter, stream_id)
@@ -134,15 +134,14 @@ def is_full(error: VLoraError) -> bool:
 
 def answer_of(
     name: str,
-    chunk: Chunk,
-    files: Sequence[bytes],
+    chunk: Chunk[Shot],
     result: Mapping[str, Any],
     clip: Callable[[float, float], bytes | None],
 ) -> Answer:
-    """Return the answer to a chunk with these JPEG files, from the server's `result`."""
+    """Return the answer to a chunk from the server's `result`."""
     # Boxes belong to the last frame, unless the task says otherwise.
     found = [one["index"] for one in result["frames"] if one["objects"]]
-    index = found[-1] if found else len(files) // 2
+    index = found[-1] if found else len(chunk.frames) // 2
     objects = result["frames"][index]["objects"] if found else []
     scores = {str(label): float(score) for label, score in result["scores"].items()}
     adapter = result["adapter"] or {}
@@ -157,13 +156,6 @@ def answer_of(
         objects=objects,
         adapter=adapter.get("name", ""),
         digest=adapter.get("digest", ""),
-        picture=files[index],
+        picture=chunk.frames[index].file,
         clip=clip,
     )
-
-
-def encode_all(chunk: Chunk) -> list[bytes]:
-    """Return the frames of a chunk as JPEG files. Frames that repeat are encoded once."""
-    distinct = {id(frame): frame for frame in chunk.frames}
-    files = {key: encoded(frame) for key, frame in distinct.items()}
-    return [files[id(frame)] for frame in chunk.frames]

@@ -14,7 +14,8 @@ from vlora.errors import InvalidArgument
 from vlora.watch.chunks import Chunk, Chunker
 from vlora.watch.config import Camera
 from vlora.watch.counts import Counts
-from vlora.watch.pixels import View
+from vlora.watch.gate import small_grey
+from vlora.watch.pixels import Pixels, Shot, View, encoded
 from vlora.watch.ring import PacketRing
 from vlora.watch.sources import SYNTHETIC, FrameFolder, Source, SourceError, SyntheticCamera
 
@@ -32,10 +33,10 @@ class Mailbox:
     def __init__(self, notify: Callable[[], None]) -> None:
         self._notify = notify
         self._changed = Condition()
-        self._chunk: Chunk | None = None
+        self._chunk: Chunk[Shot] | None = None
         self._is_closed = False
 
-    def put(self, chunk: Chunk, stop: Event, must_wait: bool) -> bool:
+    def put(self, chunk: Chunk[Shot], stop: Event, must_wait: bool) -> bool:
         """Keep a chunk. Return whether it replaced another, which a caller that must wait does not
         do: it waits until that one is taken."""
         with self._changed:
@@ -45,7 +46,7 @@ class Mailbox:
         self._notify()
         return replaced
 
-    def take(self) -> Chunk | None:
+    def take(self) -> Chunk[Shot] | None:
         with self._changed:
             chunk, self._chunk = self._chunk, None
             self._changed.notify_all()
@@ -88,7 +89,8 @@ class CameraReader:
         self.view = View.of(camera.regions, camera.size)
         self.state, self.detail = "connecting", ""
         self._notify, self._report, self._variables = notify, report, variables
-        self._chunker = Chunker(camera.seconds, camera.frames, camera.period, self.view)
+        shape = (camera.seconds, camera.frames, camera.period, self.view)
+        self._chunker = Chunker(*shape, self._shot)
         self._stop = Event()
         self._thread = Thread(target=self._run, name=f"camera {name}", daemon=True)
 
@@ -107,6 +109,10 @@ class CameraReader:
     @property
     def has_ended(self) -> bool:
         return self.state == "stopped"
+
+    def _shot(self, pixels: Pixels) -> Shot:
+        # Encoded here, one by one as they come, since a chunk of pixels is twenty times larger.
+        return Shot(encoded(pixels), small_grey(pixels) if self.camera.gate else None)
 
     def _run(self) -> None:
         pauses, connections = Pauses(), 0
@@ -173,7 +179,7 @@ class CameraReader:
             raise SourceError(f"{self.camera.shown_url} has no frames")
         self._pass_on(self._chunker.finish())
 
-    def _pass_on(self, chunks: list[Chunk]) -> None:
+    def _pass_on(self, chunks: list[Chunk[Shot]]) -> None:
         for chunk in chunks:
             self.counts.chunks += 1
             self.counts.broken = self._chunker.broken

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from PIL import Image
 
+from vlora.watch.chunks import Chunk
 from vlora.watch.config import Gate
-from vlora.watch.pixels import Pixels, Region, View
+from vlora.watch.pixels import Pixels, Region, Shot, View
 
 Mask = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
@@ -27,16 +28,16 @@ class SceneGate:
         self._known: Pixels | None = None
         self._answered_at = 0.0
 
-    def has_changed(self, pictures: Sequence[Pixels], now: float) -> bool:
-        """Return whether to ask about the small pictures of a chunk, at Unix time `now`."""
+    def has_changed(self, chunk: Chunk[Shot], now: float) -> bool:
+        """Return whether to ask about a chunk at Unix time `now`."""
         known = self._known
         if known is None or now - self._answered_at >= self._gate.every_seconds:
             return True
-        return any(self._difference(known, one) >= self._gate.threshold for one in pictures)
+        return any(self._difference(known, one) >= self._gate.threshold for one in _greys(chunk))
 
-    def note_answer(self, pictures: Sequence[Pixels], now: float) -> None:
-        """Compare further chunks with the last picture of this one, which was answered."""
-        self._known, self._answered_at = pictures[-1], now
+    def note_answer(self, chunk: Chunk[Shot], now: float) -> None:
+        """Compare further chunks with the last frame of this one, which was answered."""
+        self._known, self._answered_at = _greys(chunk)[-1], now
 
     def _difference(self, known: Pixels, picture: Pixels) -> float:
         """Return the share of the cells inside the regions that have changed."""
@@ -44,6 +45,10 @@ class SceneGate:
             return 1.0
         changed = np.abs(known.astype(np.int16) - picture) > MIN_DIFFERENCE
         return float(changed[_mask(self._regions, picture.shape)].mean())
+
+
+def _greys(chunk: Chunk[Shot]) -> list[Pixels]:
+    return [shot.grey for shot in chunk.frames if shot.grey is not None]
 
 
 def small_grey(pixels: Pixels) -> Pixels:

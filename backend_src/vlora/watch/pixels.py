@@ -67,6 +67,14 @@ class View:
         return scaled, edges
 
 
+@dataclass(frozen=True)
+class Shot:
+    """A frame as a JPEG file, and as a small grey picture if there is a gate."""
+
+    file: bytes
+    grey: Pixels | None
+
+
 def of_video(frame: Any, view: View) -> Pixels:
     """Return the part of a decoded video frame as RGB [height, width, 3]."""
     (width, height), (left, top, right, bottom) = view.layout(frame.width, frame.height)

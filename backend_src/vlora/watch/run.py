@@ -15,13 +15,13 @@ from typing import IO, Any
 from vlora.errors import Cancelled, InvalidArgument, VLoraError
 from vlora.watch.admission import Admission
 from vlora.watch.answers import Answer, CameraView
-from vlora.watch.asking import Analytics, NoServer, answer_of, encode_all, is_full
+from vlora.watch.asking import Analytics, NoServer, answer_of, is_full
 from vlora.watch.camera import CameraReader
 from vlora.watch.chunks import Chunk
 from vlora.watch.config import Camera, Cameras, read_cameras
 from vlora.watch.desk import AlertDesk
-from vlora.watch.gate import SceneGate, small_grey
-from vlora.watch.pixels import Pixels
+from vlora.watch.gate import SceneGate
+from vlora.watch.pixels import Shot
 
 RELOAD_SECONDS = 1.0  # Interval of looking whether the file has changed.
 RETRY_SECONDS = 1.0  # Pause before a chunk that may not be dropped is sent again.
@@ -175,14 +175,13 @@ class Watch:
             if has_ended or reader.is_stopping:
                 return
 
-    async def _handle(self, watched: Watched, chunk: Chunk) -> None:
+    async def _handle(self, watched: Watched, chunk: Chunk[Shot]) -> None:
         counts, name = watched.reader.counts, watched.reader.name
         if self._admission.is_yielding(name, time.monotonic()):
             counts.drops += 1
             counts.yielded += 1
             return
-        greys = await self._greys(watched, chunk)
-        if watched.last and watched.gate and not watched.gate.has_changed(greys, time.time()):
+        if watched.last and watched.gate and not watched.gate.has_changed(chunk, time.time()):
             counts.skipped += 1
             again = replace(
                 watched.last, began=chunk.began, ended=chunk.ended, answered=time.time()
@@ -191,26 +190,21 @@ class Watch:
             return
         # The times of a file that is read fast lie in the future.
         since = chunk.ended if watched.camera.pace == "real" else time.time()
-        files = await asyncio.to_thread(encode_all, chunk)
-        result = await self._ask(watched, files)
+        result = await self._ask(watched, chunk)
         if result is None:
             return
-        answer = answer_of(name, chunk, files, result, watched.reader.ring.clip)
+        answer = answer_of(name, chunk, result, watched.reader.ring.clip)
         watched.last, watched.error = answer, ""
         counts.answered += 1
         counts.lags.append(answer.answered - since)
         if watched.gate:
-            watched.gate.note_answer(greys, answer.answered)
+            watched.gate.note_answer(chunk, answer.answered)
         self._desk.take(watched.camera.alerts, answer)
         self._write(answer, chunk, result)
 
-    async def _greys(self, watched: Watched, chunk: Chunk) -> list[Pixels]:
-        if watched.gate is None:
-            return []
-        return await asyncio.to_thread(lambda: [small_grey(frame) for frame in chunk.frames])
-
-    async def _ask(self, watched: Watched, files: Sequence[bytes]) -> dict[str, Any] | None:
-        """Return the result for encoded frames, or None if the chunk is given up."""
+    async def _ask(self, watched: Watched, chunk: Chunk[Shot]) -> dict[str, Any] | None:
+        """Return the result of the server, or None if the chunk is given up."""
+        files = [shot.file for shot in chunk.frames]
         while True:
             try:
                 return await self._analytics.ask(watched.camera, watched.stream_id, files)
@@ -235,7 +229,7 @@ class Watch:
             if yields := self._admission.refused(priorities, time.monotonic()):
                 self._report(f"{yields}: yields to other cameras, because the server is full")
 
-    def _write(self, answer: Answer, chunk: Chunk, result: dict[str, Any]) -> None:
+    def _write(self, answer: Answer, chunk: Chunk[Shot], result: dict[str, Any]) -> None:
         if self._log is None:
             return
         record = {

@@ -147,6 +147,9 @@ class VideoStream:
         self._is_live = self._container.duration is None and format != "hls"
         self._has_times = format != MULTIPART
         self._clock = StreamClock(self._is_live, counts)
+        if self._is_live:
+            # With a thread per core and camera, dozens of cameras would be hundreds of threads.
+            self._stream.codec_context.thread_count = 1
         self._decoder = LazyDecoder(self._stream.codec_context, counts)
         self._size: tuple[int, int] | None = None
         ring.begin()
