@@ -179,7 +179,9 @@ def print_summary(watched: Sequence[Watched]) -> None:
     table = make_table(SUMMARY_HEADS, RIGHT)
     for one in watched:
         table.add_row(*summary_row(one))
-    console.print(table, width=console.width if console.is_terminal else WIDTH)
+    if not console.is_terminal:
+        console.width = WIDTH
+    console.print(table)
 
 
 def check_once(cameras: Cameras) -> bool:

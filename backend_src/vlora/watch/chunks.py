@@ -83,7 +83,7 @@ class Chunker(Generic[T]):
             self.restart()
         if frame.at >= self._start + self._seconds:
             if self._frames and latest and frame.at - latest.at <= self._max_still:
-                done.append(self._filled())
+                done.append(self._filled(self._frames[-1]))
             self._move_to(frame.at)
         self._latest = frame
         if frame.at >= self.wanted:
@@ -98,7 +98,8 @@ class Chunker(Generic[T]):
             return []
         if self._has_made and latest.at < self._start + LAST_SHARE * self._seconds:
             return []
-        return self._add(latest) or [self._filled()]
+        self._ended = latest.at
+        return [self._filled(self._keep(latest.read(self._view)))]
 
     def _add(self, frame: Frame) -> list[Chunk[T]]:
         kept = self._keep(frame.read(self._view))
@@ -109,8 +110,8 @@ class Chunker(Generic[T]):
             self._frames.append(kept)
         return [self._complete()] if len(self._frames) == self._count else []
 
-    def _filled(self) -> Chunk[T]:
-        self._frames += self._frames[-1:] * (self._count - len(self._frames))
+    def _filled(self, last: T) -> Chunk[T]:
+        self._frames += [last] * (self._count - len(self._frames))
         return self._complete()
 
     def _move_to(self, time: float) -> None:

@@ -93,6 +93,8 @@ def _read_url(value: Any) -> Any:
     if not isinstance(value, str) or not value.strip():
         # The value is not shown, since it may hold a password.
         raise ValueError("must be the text of a URL, a path, or 'synthetic'")
+    if value.startswith("$"):
+        raise ValueError("must begin with its protocol, as in rtsp://${NAME}, or be a path")
     scheme, separator, rest = value.partition("://")
     if separator and scheme not in STREAMS:
         raise ValueError(f"begins with {shown(scheme + separator)}; use {', '.join(STREAMS)}")

@@ -195,8 +195,10 @@ class VideoStream:
 
     def _frame(self, frame: Any, packet_at: float) -> Frame:
         # The first frame of a stream may have no time stamp.
-        has_time = self._has_times and frame.time is not None
-        at = self._clock.place(frame.time) if has_time else packet_at
+        # `frame.time` lacks the time base for the last frames, which the end of the stream brings.
+        has_time = self._has_times and frame.pts is not None
+        seconds = float(frame.pts * self._stream.time_base) if has_time else 0.0
+        at = self._clock.place(seconds) if has_time else packet_at
         size = (frame.width, frame.height)
         if self._size not in (None, size):
             self._ring.begin()
@@ -207,11 +209,6 @@ class VideoStream:
 def _open(camera: Camera, url: str) -> Any:
     """Return the container of a stream or a file. Raises SourceError."""
     options, format = _options(camera)
-    if format is not None and format not in av.formats_available:
-        raise SourceError(
-            f"{camera.url} cannot be read: this build of PyAV has no {format}; install one that has"
-            " it: pip install av --no-binary av"
-        )
     # FFmpeg reads the first seconds of a stream to open it.
     timeout = (max(MIN_OPEN_SECONDS, 2 * camera.timeout_seconds), camera.timeout_seconds)
     try:
