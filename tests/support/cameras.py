@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import subprocess
 import threading
 from collections.abc import Sequence
@@ -88,13 +87,14 @@ class RtspCamera:
 class WatchRun:
     """A `Watch` in a thread of its own, on a file that a test may change.
 
-    lines: what it reported.
+    lines: what it reported. records: its records of answers.
     """
 
     def __init__(self, folder: Path, server: str, cameras: dict[str, Any]) -> None:
         self._folder, self._server = folder, server
-        self.path, self._log = folder / "cameras.yaml", folder / "answers.jsonl"
+        self.path = folder / "cameras.yaml"
         self.lines: list[str] = []
+        self.records: list[dict[str, Any]] = []
         self.watch: Watch | None = None
         self.write(cameras)
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
@@ -126,8 +126,9 @@ class WatchRun:
         analytics = Analytics(cameras.server)
         desk = open_desk(cameras.sinks, cameras.retention)
         try:
-            with self._log.open("w") as log, contextlib.suppress(asyncio.CancelledError):
-                self.watch = Watch(self.path, cameras, analytics, desk, self.lines.append, log)
+            with contextlib.suppress(asyncio.CancelledError):
+                report, record = self.lines.append, self.records.append
+                self.watch = Watch(self.path, cameras, analytics, desk, report, record)
                 await self.watch.run()
         finally:
             await analytics.close()
@@ -136,8 +137,3 @@ class WatchRun:
     def __getitem__(self, name: str) -> Watched:
         assert self.watch is not None
         return next(one for one in self.watch.watched() if one.reader.name == name)
-
-    @property
-    def records(self) -> list[dict[str, Any]]:
-        """The JSON lines of all answers."""
-        return [json.loads(line) for line in self._log.read_text().splitlines()]

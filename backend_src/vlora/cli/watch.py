@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.live import Live
@@ -91,20 +92,35 @@ def watch(
 
 
 def run(file: Path, cameras: Cameras, jsonl: Path | None, seconds: float | None) -> bool:
-    """Watch the cameras. Return whether any had errors and no answers."""
+    """Watch the cameras, and print a summary. Return whether any had errors and no answers."""
     with ExitStack() as stack:
-        log = None if jsonl is None else stack.enter_context(_open_log(jsonl))
-        return asyncio.run(_run(file, cameras, log, seconds))
+        log = None if jsonl is None else stack.enter_context(open_log(jsonl))
+
+        def record(answer: dict[str, Any]) -> None:
+            if log is not None:
+                log.write(json.dumps(answer) + "\n")
+                log.flush()
+
+        watched = asyncio.run(watch_cameras(file, cameras, record, seconds))
+    print_summary(watched)
+    counts = [one.reader.counts for one in watched]
+    return any(one.errors and not one.answered for one in counts)
 
 
-def _open_log(path: Path) -> IO[str]:
+def open_log(path: Path) -> IO[str]:
     try:
         return path.open("a")
     except OSError as error:
         raise ServerError(f"cannot write {path}: {error.strerror}") from error
 
 
-async def _run(file: Path, cameras: Cameras, log: IO[str] | None, seconds: float | None) -> bool:
+async def watch_cameras(
+    file: Path | None,
+    cameras: Cameras,
+    record: Callable[[dict[str, Any]], None],
+    seconds: float | None,
+) -> Sequence[Watched]:
+    """Watch until all sources have ended, a signal, or for so many seconds. Return all cameras."""
     from vlora.watch.asking import Analytics
     from vlora.watch.desk import open_desk
     from vlora.watch.page import WatchPage
@@ -116,7 +132,7 @@ async def _run(file: Path, cameras: Cameras, log: IO[str] | None, seconds: float
             await analytics.check()
             desk = open_desk(cameras.sinks, cameras.retention)
             stack.callback(desk.close, CLOSE_SECONDS)
-            watch = Watch(file, cameras, analytics, desk, print_plain, log)
+            watch = Watch(file, cameras, analytics, desk, print_plain, record)
             if cameras.page is not None:
                 page = WatchPage(cameras.page, watch.views, desk)
                 stack.callback(page.close)
@@ -124,9 +140,7 @@ async def _run(file: Path, cameras: Cameras, log: IO[str] | None, seconds: float
             await _until_the_end(watch, desk, seconds)
         finally:
             await analytics.close()
-    print_summary(watch.watched())
-    counts = [one.reader.counts for one in watch.watched()]
-    return any(one.errors and not one.answered for one in counts)
+    return watch.watched()
 
 
 async def _until_the_end(watch: Watch, desk: AlertDesk, seconds: float | None) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from threading import Condition, Event, Thread
+from typing import TypeVar
 
 from vlora.errors import InvalidArgument
 from vlora.watch.chunks import Chunk, Chunker
@@ -18,6 +19,8 @@ from vlora.watch.gate import small_grey
 from vlora.watch.pixels import Pixels, Shot, View, encoded
 from vlora.watch.ring import PacketRing
 from vlora.watch.sources import SYNTHETIC, FrameFolder, Source, SourceError, SyntheticCamera
+
+T = TypeVar("T")
 
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.5, 30.0
 STEADY_SECONDS = 10.0  # After a connection that lasted so long, the pauses start anew.
@@ -206,3 +209,17 @@ def open_source(
     from vlora.watch.streams import VideoStream
 
     return VideoStream(camera, url, ring, counts)
+
+
+def read_chunks(camera: Camera, keep: Callable[[Pixels], T]) -> Iterator[Chunk[T]]:
+    """Yield the chunks of a source as fast as they are taken, with what `keep` makes of the pixels
+    of their frames. Raises SourceError."""
+    view = View.of(camera.regions, camera.size)
+    chunker = Chunker(camera.seconds, camera.frames, camera.period, view, keep)
+    source = open_source(camera, PacketRing(0.0, 0.0), Counts())
+    try:
+        for frame in source.frames(lambda: chunker.wanted):
+            yield from chunker.take(frame)
+        yield from chunker.finish()
+    finally:
+        source.close()

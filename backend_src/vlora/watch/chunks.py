@@ -12,6 +12,8 @@ from vlora.watch.pixels import Pixels, View
 T = TypeVar("T")
 
 MAX_STILL_SECONDS = 2.0  # A longer time without a frame is a gap.
+# Unix times are rounded to less than a microsecond, and time stamps of MKV to a millisecond.
+ROUNDING = 1e-3
 LAST_SHARE = 0.4  # Share of its seconds that the last chunk of a file must have.
 
 
@@ -69,7 +71,7 @@ class Chunker(Generic[T]):
     @property
     def wanted(self) -> float:
         """Unix time of the next frame that a chunk needs. Earlier frames need no decoding."""
-        return self._start + len(self._frames) * self._seconds / self._count
+        return self._start + len(self._frames) * self._seconds / self._count - ROUNDING
 
     def restart(self) -> None:
         """Forget the frames of an incomplete chunk. The next frame starts a chunk."""
@@ -81,7 +83,7 @@ class Chunker(Generic[T]):
         latest, done = self._latest, []
         if latest is not None and latest.size != frame.size:
             self.restart()
-        if frame.at >= self._start + self._seconds:
+        if frame.at >= self._start + self._seconds - ROUNDING:
             if self._frames and latest and frame.at - latest.at <= self._max_still:
                 done.append(self._filled(self._frames[-1]))
             self._move_to(frame.at)
@@ -121,8 +123,10 @@ class Chunker(Generic[T]):
         if not math.isfinite(self._start):
             self._start = time
             return
-        self._start += self._period * max(0, math.floor((time - self._start) / self._period))
-        if time >= self._start + self._seconds:
+        self._start += self._period * max(
+            0, math.floor((time - self._start + ROUNDING) / self._period)
+        )
+        if time >= self._start + self._seconds - ROUNDING:
             self._start += self._period
 
     def _complete(self) -> Chunk[T]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from vlora.errors import Cancelled, InvalidArgument, VLoraError
 from vlora.watch.admission import Admission
@@ -68,21 +67,22 @@ class Watched:
 class Watch:
     """All cameras. Its methods are called in the thread of its loop, unless they say otherwise.
 
+    path: file whose changes take effect, or None.
     report: takes a sentence about each event of a camera, from any thread.
-    log: file for a JSON line about each answer, or None.
+    record: takes a dictionary about each answer, which JSON can represent.
     """
 
     def __init__(
         self,
-        path: Path,
+        path: Path | None,
         cameras: Cameras,
         analytics: Analytics,
         desk: AlertDesk,
         report: Report,
-        log: IO[str] | None = None,
+        record: Callable[[dict[str, Any]], None] = lambda record: None,
     ) -> None:
         self._path, self._file = path, cameras
-        self._analytics, self._desk, self._report, self._log = analytics, desk, report, log
+        self._analytics, self._desk, self._report, self._record = analytics, desk, report, record
         self._run = uuid.uuid4().hex[:12]
         self._admission = Admission()
         self._watched: dict[str, Watched] = {}
@@ -92,14 +92,15 @@ class Watch:
     async def run(self) -> None:
         """Watch until all sources have ended. Cancelling it is the orderly end."""
         self._apply(self._file)
-        reload = asyncio.create_task(self._reload())
+        reload = asyncio.create_task(self._reload(self._path)) if self._path else None
         try:
             while self._tasks:
                 await asyncio.wait(self._tasks.values(), return_when=asyncio.FIRST_COMPLETED)
                 for watched in [one for one, task in self._tasks.items() if task.done()]:
                     self._tasks.pop(watched).result()
         finally:
-            reload.cancel()
+            if reload is not None:
+                reload.cancel()
             await self._end()
 
     def views(self) -> Sequence[CameraView]:
@@ -143,22 +144,22 @@ class Watch:
         self._tasks[watched] = asyncio.create_task(self._serve(watched))
         reader.start()
 
-    async def _reload(self) -> None:
-        known = _stamp(self._path)
+    async def _reload(self, path: Path) -> None:
+        known = _stamp(path)
         while True:
             await asyncio.sleep(RELOAD_SECONDS)
-            if (stamp := _stamp(self._path)) == known:
+            if (stamp := _stamp(path)) == known:
                 continue
             known = stamp
             try:
-                file = await asyncio.to_thread(read_cameras, self._path)
+                file = await asyncio.to_thread(read_cameras, path)
             except InvalidArgument as error:
                 self._report(f"the changed file is not used: {error}")
                 continue
             if _without_cameras(file) != _without_cameras(self._file):
                 self._report("server, sinks, retention and page change with the next start only")
             self._apply(file)
-            self._report(f"{self._path} was read again: {len(file.cameras)} cameras")
+            self._report(f"{path} was read again: {len(file.cameras)} cameras")
 
     async def _serve(self, watched: Watched) -> None:
         """Ask about the chunks of a camera, one at a time, until it has ended."""
@@ -200,7 +201,7 @@ class Watch:
         if watched.gate:
             watched.gate.note_answer(chunk, answer.answered)
         self._desk.take(watched.camera.alerts, answer)
-        self._write(answer, chunk, result)
+        self._tell(answer, chunk, result)
 
     async def _ask(self, watched: Watched, chunk: Chunk[Shot]) -> dict[str, Any] | None:
         """Return the result of the server, or None if the chunk is given up."""
@@ -229,9 +230,7 @@ class Watch:
             if yields := self._admission.refused(priorities, time.monotonic()):
                 self._report(f"{yields}: yields to other cameras, because the server is full")
 
-    def _write(self, answer: Answer, chunk: Chunk[Shot], result: dict[str, Any]) -> None:
-        if self._log is None:
-            return
+    def _tell(self, answer: Answer, chunk: Chunk[Shot], result: dict[str, Any]) -> None:
         record = {
             "camera": answer.camera,
             "began": answer.began,
@@ -239,10 +238,7 @@ class Watch:
             "answered": answer.answered,
             "result": result,
         }
-        if chunk.truth is not None:
-            record["truth"] = chunk.truth
-        self._log.write(json.dumps(record) + "\n")
-        self._log.flush()
+        self._record(record | ({} if chunk.truth is None else {"truth": chunk.truth}))
 
     async def _end(self) -> None:
         """Stop all cameras, and wait a little for answers in flight."""
