@@ -1,16 +1,14 @@
 """A gRPC server that behaves like Triton, for tests of the clients.
 
 It answers `video_analytics` with `moving left` after `delay` seconds and streams words for
-`visual_retrieval`. It reads raw frames from shared memory and stores all requests.
+`visual_retrieval`. It stores all requests.
 """
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import resource_tracker, shared_memory
 
 import grpc
 import numpy as np
@@ -28,13 +26,10 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.delay = delay
         self.words = words
         self.requests: list[dict[str, object]] = []
-        self.regions: dict[str, str] = {}
-        self.registered: list[str] = []
         self.models = {"visual_retrieval", "video_analytics"}
         self.refusal: str | None = None
         self.hands_over = False  # Whether the next stream is refused before its first answer.
         self.headers: list[dict[str, str]] = []
-        self.allows_shared_memory = True
         self.cancelled = threading.Event()
 
     def __enter__(self) -> FakeTriton:
@@ -53,25 +48,13 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
     def ModelReady(self, request, context):  # noqa: N802
         return service_pb2.ModelReadyResponse(ready=request.name in self.models)
 
-    def SystemSharedMemoryRegister(self, request, context):  # noqa: N802
-        if not self.allows_shared_memory:
-            context.abort(grpc.StatusCode.UNAVAILABLE, "This protocol is restricted")
-        self.regions[request.name] = request.key
-        self.registered.append(request.key)
-        return service_pb2.SystemSharedMemoryRegisterResponse()
-
-    def SystemSharedMemoryUnregister(self, request, context):  # noqa: N802
-        del self.regions[request.name]
-        return service_pb2.SystemSharedMemoryUnregisterResponse()
-
     def ModelInfer(self, request, context):  # noqa: N802
         values = self._read(request)
         self.headers.append(dict(context.invocation_metadata()))
         time.sleep(self.delay)
         if self.refusal:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, self.refusal)
-        frames = values.get("frames", ())
-        count = len(values["frames_raw"]) if "frames_raw" in values else len(frames)
+        count = len(values.get("frames", ()))
         result = build_result(
             text="moving left",
             details={"task": _text(values, "task", "vqa"), "adapter": None, "timings": {}},
@@ -106,21 +89,9 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         raw = iter(request.raw_input_contents)
         values: dict[str, object] = {}
         for tensor in request.inputs:
-            if "shared_memory_region" in tensor.parameters:
-                values[tensor.name] = self._read_shared(tensor)
-            else:
-                values[tensor.name] = list(deserialize_bytes_tensor(next(raw)))
+            values[tensor.name] = list(deserialize_bytes_tensor(next(raw)))
         self.requests.append(values)
         return values
-
-    def _read_shared(self, tensor) -> np.ndarray:
-        key = self.regions[tensor.parameters["shared_memory_region"].string_param]
-        region = shared_memory.SharedMemory(key)
-        resource_tracker.unregister(region._name, "shared_memory")
-        offset = tensor.parameters["shared_memory_offset"].int64_param
-        pixels = np.ndarray(tuple(tensor.shape), np.uint8, region.buf, offset).copy()
-        region.close()
-        return pixels
 
 
 def _response(model: str, outputs: dict[str, str]) -> service_pb2.ModelInferResponse:
@@ -130,10 +101,6 @@ def _response(model: str, outputs: dict[str, str]) -> service_pb2.ModelInferResp
         values = np.array([text.encode()], dtype=np.object_)
         answer.raw_output_contents.append(serialize_byte_tensor(values).item())
     return answer
-
-
-def metadata_of(request: dict[str, object]) -> dict[str, object]:
-    return json.loads(request["metadata"][0])
 
 
 def _text(values: dict[str, object], name: str, default: str) -> str:

@@ -18,7 +18,14 @@ from vlora.watch.counts import Counts
 from vlora.watch.gate import small_grey
 from vlora.watch.pixels import Pixels, Shot, View, encoded
 from vlora.watch.ring import PacketRing
-from vlora.watch.sources import SYNTHETIC, FrameFolder, Source, SourceError, SyntheticCamera
+from vlora.watch.sources import (
+    PICTURES,
+    SYNTHETIC,
+    FrameFolder,
+    Source,
+    SourceError,
+    SyntheticCamera,
+)
 
 T = TypeVar("T")
 
@@ -205,6 +212,8 @@ def open_source(
         return SyntheticCamera(camera.fps, int(seed or 0))
     if not camera.scheme and Path(url).is_dir():
         return FrameFolder(Path(url), camera.fps)
+    if not camera.scheme and Path(url).suffix.lower() in PICTURES:
+        raise SourceError(f"{url} is a picture; name a video, or a folder of pictures")
     # Imported here because PyAV belongs to the extra `watch`, and these sources do not need it.
     from vlora.watch.streams import VideoStream
 
