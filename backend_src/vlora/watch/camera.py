@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -171,6 +172,11 @@ class CameraReader:
             return ""
         except SourceError as error:
             return str(error)
+        except Exception as error:
+            # A bug that one camera meets must not end it, nor the others. The error's own text is
+            # not shown, because FFmpeg's errors have the URL with its password.
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            return f"{type(error).__name__} at {Path(place.filename).name}:{place.lineno}"
         finally:
             source.close()
 

@@ -33,7 +33,8 @@ HOURS = re.compile(r"(?:([a-z]{3})(?:-([a-z]{3}))? )?(\d\d):(\d\d)-(\d\d):(\d\d)
 OWN_SAMPLING = ("lora_name", "stream_id", "supersede", "deadline_ms", "priority")
 STREAMS = ("rtsp", "rtsps", "http", "https")
 VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
-USER_PART = re.compile(r"(?<=://)[^/\s'\"]*(?=@)")
+# Also a password with a slash in it, which a URL may not have.
+USER_PART = re.compile(r"(?<=://)[^\s'\"]*(?=@)")
 
 
 class Gate(StrictModel):
@@ -98,7 +99,10 @@ def _read_url(value: Any) -> Any:
     scheme, separator, rest = value.partition("://")
     if separator and scheme not in STREAMS:
         raise ValueError(f"begins with {shown(scheme + separator)}; use {', '.join(STREAMS)}")
-    user = rest.split("/")[0].rpartition("@")[0]
+    host, _, path = rest.partition("/")
+    user = host.rpartition("@")[0]
+    if separator and "@" in path:
+        raise ValueError("has an @ behind its host; write it as %40")
     password = user.partition(":")[2]
     if separator and VARIABLE.sub("", password):
         raise ValueError(

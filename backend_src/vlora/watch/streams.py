@@ -17,7 +17,7 @@ import av
 from vlora.watch.chunks import Frame
 from vlora.watch.config import Camera
 from vlora.watch.counts import Counts
-from vlora.watch.pixels import of_video
+from vlora.watch.pixels import Pixels, View, of_video
 from vlora.watch.ring import PacketRing
 from vlora.watch.sources import SourceError
 
@@ -130,8 +130,8 @@ class StreamClock:
 class VideoStream:
     """An open video stream.
 
-    A live stream that is read too slowly would be seen ever later. So when its packets come
-    `max_late` seconds late, they are left out until one has to be waited for.
+    A stream that is read too slowly would be seen ever later. So when its packets come `max_late`
+    seconds late, they are not decoded until one has to be waited for.
     """
 
     def __init__(self, camera: Camera, url: str, ring: PacketRing, counts: Counts) -> None:
@@ -145,6 +145,7 @@ class VideoStream:
         format = self._container.format.name
         # An HLS playlist comes in pieces of seconds, at once.
         self._is_live = self._container.duration is None and format != "hls"
+        self._is_timed = self._is_live or camera.pace == "real"
         self._has_times = format != MULTIPART
         self._clock = StreamClock(self._is_live, counts)
         if self._is_live:
@@ -179,11 +180,12 @@ class VideoStream:
                 has_time = self._has_times and packet.pts is not None
                 seconds = float(packet.pts * packet.time_base) if has_time else None
                 at = self._clock.unix(seconds)
-                if is_late and now - asked > WAITED_SECONDS and seconds is not None:
+                if is_late and self._has_caught_up(at, now - asked):
                     is_late = False
-                    self._clock.restart(seconds)
-                    at = self._clock.place(seconds)
-                elif self._is_live and not is_late and time.time() - at > self._max_late:
+                    if self._is_live and seconds is not None:
+                        self._clock.restart(seconds)
+                        at = self._clock.place(seconds)
+                elif not is_late and self._is_timed and time.time() - at > self._max_late:
                     is_late = True
                     self._counts.gaps += 1
                 yield packet, at, is_late
@@ -192,6 +194,10 @@ class VideoStream:
                 # Sound alone does not end the time-out of FFmpeg.
                 raise SourceError(f"{self._camera.shown_url}: no video for {now - seen:.1f} s")
             asked = time.monotonic()
+
+    def _has_caught_up(self, at: float, waited: float) -> bool:
+        """Return whether no older packets are queued behind one that had to be waited for."""
+        return waited > WAITED_SECONDS if self._is_live else at >= time.time()
 
     def _frame(self, frame: Any, packet_at: float) -> Frame:
         # The first frame of a stream may have no time stamp.
@@ -203,7 +209,13 @@ class VideoStream:
         if self._size not in (None, size):
             self._ring.begin()
         self._size = size
-        return Frame(at, size, partial(of_video, frame))
+        return Frame(at, size, partial(self._pixels, frame))
+
+    def _pixels(self, frame: Any, view: View) -> Pixels:
+        try:
+            return of_video(frame, view)
+        except av.error.FFmpegError as error:
+            raise SourceError(_reason(error, self._camera)) from None
 
 
 def _open(camera: Camera, url: str) -> Any:

@@ -73,6 +73,7 @@ def test_an_unknown_default_is_named(tmp_path: Path) -> None:
     "camera",
     [
         {"url": "rtsp://user:hunter2@host/x"},
+        {"url": "rtsp://user:hunter2/and/more@host/x"},
         {"url": ["rtsp://user:hunter2@host/x"]},
         "rtsp://user:hunter2@host/x",
         {"url": "rtsp://user:hunter2@host/x", "frames": "rtsp://user:hunter2@host/x"},

@@ -15,6 +15,10 @@ from PIL import Image
 
 from tests.support.cameras import RtspCamera, WatchRun
 from tests.support.polling import until
+from vlora.watch.camera import CameraReader, open_source
+from vlora.watch.config import Camera
+from vlora.watch.counts import Counts
+from vlora.watch.ring import PacketRing
 
 PASSWORD = "p@ss/w:rd?#%"
 CHUNKS = {"seconds": 0.4, "frames": 2, "timeout_seconds": 1.0}
@@ -108,6 +112,46 @@ def test_a_wrong_password_is_told_and_a_right_one_connects_and_neither_is_shown(
     assert rtsp.url in shown
     for secret in (PASSWORD, "wr0ng-secret", "p%40ss", "viewer:"):
         assert secret not in shown
+
+
+def test_a_reader_that_is_too_slow_leaves_packets_out_instead_of_falling_behind(
+    camera, monkeypatch
+):
+    monkeypatch.setattr("vlora.watch.streams.MIN_LATE_SECONDS", 0.5)
+    counts, wanted, delays = Counts(), [0.0], []
+    source = open_source(Camera(url=camera().url, seconds=0.1), PacketRing(0.0, 0.0), counts)
+    frames = source.frames(lambda: wanted[0])
+    until_time = time.monotonic() + 5
+    try:
+        while time.monotonic() < until_time:
+            frame = next(one for one in frames if one.at >= wanted[0])
+            wanted[0] = frame.at + 0.01
+            time.sleep(0.3)  # It could take 15 frames a second.
+        # What has queued up comes without a wait.
+        while len(delays) < 200 and sum(delays[-3:]) < 0.1:
+            began = time.monotonic()
+            next(frames)
+            delays.append(time.monotonic() - began)
+    finally:
+        source.close()
+    assert counts.gaps >= 2
+    assert len(delays) < 40, "55 frames have queued up"
+
+
+def test_a_bug_that_a_camera_meets_does_not_end_it(start, camera, monkeypatch):
+    bugs = iter([ValueError("rtsp://user:hunter2@host")])
+    right = CameraReader._shot
+
+    def shot(reader, pixels):
+        for bug in bugs:
+            raise bug
+        return right(reader, pixels)
+
+    monkeypatch.setattr(CameraReader, "_shot", shot)
+    run = start(gate={"url": camera().url, **CHUNKS})
+    wait_for_answers(run)
+    (line,) = [line for line in run.lines if "ValueError at test_network_cameras.py" in line]
+    assert "hunter2" not in line
 
 
 def test_a_clip_of_a_camera_is_its_packets_of_these_seconds(start, camera):
