@@ -96,6 +96,7 @@ class WatchRun:
         self.lines: list[str] = []
         self.records: list[dict[str, Any]] = []
         self.watch: Watch | None = None
+        self._count = len(cameras)
         self.write(cameras)
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
 
@@ -106,7 +107,7 @@ class WatchRun:
 
     def start(self) -> None:
         self._thread.start()
-        until(lambda: self.watch and self.watch.watched(), 10)
+        until(lambda: self.watch and len(self.watch.watched()) == self._count, 10)
 
     def stop(self) -> None:
         if self._thread.is_alive():
@@ -123,15 +124,14 @@ class WatchRun:
         assert task is not None
         self._loop, self._task = asyncio.get_running_loop(), task
         cameras = read_cameras(self.path)
-        analytics = Analytics(cameras.server)
         desk = open_desk(cameras.sinks, cameras.retention)
         try:
             with contextlib.suppress(asyncio.CancelledError):
-                report, record = self.lines.append, self.records.append
-                self.watch = Watch(self.path, cameras, analytics, desk, report, record)
-                await self.watch.run()
+                async with Analytics(cameras.server) as analytics:
+                    report, record = self.lines.append, self.records.append
+                    self.watch = Watch(self.path, cameras, analytics, desk, report, record)
+                    await self.watch.run()
         finally:
-            await analytics.close()
             desk.close(1.0)
 
     def __getitem__(self, name: str) -> Watched:

@@ -20,9 +20,15 @@ from vlora.vision.results import build_result
 
 
 class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
-    """`with FakeTriton() as server:` serves on a free port of 127.0.0.1."""
+    """`with FakeTriton() as server:` serves on a free port of 127.0.0.1, or on `port`."""
 
-    def __init__(self, delay: float = 0.0, words: tuple[str, ...] = ("a ", "red ", "star")) -> None:
+    def __init__(
+        self,
+        delay: float = 0.0,
+        words: tuple[str, ...] = ("a ", "red ", "star"),
+        port: int = 0,
+    ) -> None:
+        self._port = port
         self.delay = delay
         self.words = words
         self.requests: list[dict[str, object]] = []
@@ -35,7 +41,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
     def __enter__(self) -> FakeTriton:
         self._server = grpc.server(ThreadPoolExecutor(32))
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, self._server)
-        self.url = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self.url = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{self._port}')}"
         self._server.start()
         return self
 

@@ -78,14 +78,8 @@ def watch(
     with report_errors():
         check_installed()
         from vlora.watch.config import read_cameras
-        from vlora.watch.page import PageOptions
 
-        cameras = read_cameras(file)
-        changes: dict[str, object] = {} if grpc is None else {"server": grpc}
-        if page is not None:
-            options = cameras.page or PageOptions()
-            changes["page"] = options.model_copy(update={"listen": page})
-        cameras = cameras.model_copy(update=changes)
+        cameras = read_cameras(file).changed(grpc, page)
         failed = check_once(cameras) if check else run(file, cameras, jsonl, seconds)
         if failed:
             raise typer.Exit(1)
@@ -126,10 +120,9 @@ async def watch_cameras(
     from vlora.watch.page import WatchPage
     from vlora.watch.run import Watch
 
-    analytics = Analytics(cameras.server)
-    with ExitStack() as stack:
-        try:
-            await analytics.check()
+    async with Analytics(cameras.server) as analytics:
+        await analytics.check()
+        with ExitStack() as stack:
             desk = open_desk(cameras.sinks, cameras.retention)
             stack.callback(desk.close, CLOSE_SECONDS)
             watch = Watch(file, cameras, analytics, desk, print_plain, record)
@@ -138,8 +131,6 @@ async def watch_cameras(
                 stack.callback(page.close)
                 print_plain(f"page: {page.url}")
             await _until_the_end(watch, desk, seconds)
-        finally:
-            await analytics.close()
     return watch.watched()
 
 
@@ -172,7 +163,7 @@ async def _show(watch: Watch, desk: AlertDesk) -> None:
         while True:
             await asyncio.sleep(LINE_SECONDS)
             print_plain(line(watch.watched(), sum(desk.counts()["events"].values())))
-    with Live(console=console, auto_refresh=False) as live:
+    with Live(console=console, auto_refresh=False, transient=True) as live:
         while True:
             live.update(live_table(watch.watched()), refresh=True)
             await asyncio.sleep(SHOW_SECONDS)
@@ -213,13 +204,11 @@ def check_once(cameras: Cameras) -> bool:
 async def _server_fault(address: str) -> str:
     from vlora.watch.asking import Analytics
 
-    analytics = Analytics(address)
-    try:
-        await analytics.check()
-    except ServerError as error:
-        return str(error)
-    finally:
-        await analytics.close()
+    async with Analytics(address) as analytics:
+        try:
+            await analytics.check()
+        except ServerError as error:
+            return str(error)
     return ""
 
 

@@ -59,7 +59,10 @@ class Analytics:
             response_deserializer=self._messages.ModelReadyResponse.FromString,
         )
 
-    async def close(self) -> None:
+    async def __aenter__(self) -> Analytics:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
         await self._channel.close()
 
     async def check(self) -> None:
@@ -142,8 +145,8 @@ def answer_of(
     # Boxes belong to the last frame, unless the task says otherwise.
     found = [one["index"] for one in result["frames"] if one["objects"]]
     index = found[-1] if found else len(chunk.frames) // 2
-    objects = result["frames"][index]["objects"] if found else []
     scores = {str(label): float(score) for label, score in result["scores"].items()}
+    yes = next((score for label, score in scores.items() if label.lower() == "yes"), None)
     adapter = result["adapter"] or {}
     return Answer(
         camera=name,
@@ -152,8 +155,8 @@ def answer_of(
         answered=time.time(),
         text=result["text"],
         scores=scores,
-        yes=next((scores[label] for label in scores if label.lower() == "yes"), None),
-        objects=objects,
+        yes=yes,
+        objects=result["frames"][index]["objects"] if found else (),
         adapter=adapter.get("name", ""),
         digest=adapter.get("digest", ""),
         picture=chunk.frames[index].file,

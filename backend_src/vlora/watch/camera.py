@@ -137,7 +137,9 @@ class CameraReader:
                 connections += 1
                 began = time.monotonic()
                 reason = self._read_once()
-                if self._stop.is_set() or self._is_over(reason):
+                if reason is None or self._stop.is_set():
+                    continue
+                if self._is_over(reason):
                     break
                 if time.monotonic() - began > STEADY_SECONDS:
                     pauses.reset()
@@ -159,8 +161,9 @@ class CameraReader:
         self._be("waiting", reason)
         self._stop.wait(seconds)
 
-    def _read_once(self) -> str:
-        """Connect and read to the end. Return why it ended, or "" for an orderly end."""
+    def _read_once(self) -> str | None:
+        """Connect and read to the end. Return why it ended: "" for an orderly end, None for that of
+        the camera's hours."""
         self._be("connecting", "")
         self._chunker.restart()
         try:
@@ -168,8 +171,7 @@ class CameraReader:
         except (SourceError, InvalidArgument) as error:
             return str(error)
         try:
-            self._read(source)
-            return ""
+            return "" if self._read(source) else None
         except SourceError as error:
             return str(error)
         except Exception as error:
@@ -180,7 +182,8 @@ class CameraReader:
         finally:
             source.close()
 
-    def _read(self, source: Source) -> None:
+    def _read(self, source: Source) -> bool:
+        """Pass chunks on. Return whether the source has ended; otherwise its hours have."""
         for frame in source.frames(lambda: self._chunker.wanted):
             if self.camera.pace == "real":
                 # A live frame is never ahead of its time.
@@ -190,10 +193,11 @@ class CameraReader:
                 self._be("running", "")
             self._pass_on(self._chunker.take(frame))
             if self._stop.is_set() or not self.camera.is_watched(datetime.now()):
-                return
+                return False
         if self.state != "running":
             raise SourceError(f"{self.camera.shown_url} has no frames")
         self._pass_on(self._chunker.finish())
+        return True
 
     def _pass_on(self, chunks: list[Chunk[Shot]]) -> None:
         for chunk in chunks:

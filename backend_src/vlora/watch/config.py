@@ -274,6 +274,18 @@ class Cameras(StrictModel):
         }
         return {**value, "cameras": whole}
 
+    def changed(self, server: str | None, page: str | None) -> Cameras:
+        """Return the file with another server, and a page at another address. Raises
+        InvalidArgument."""
+        changes: dict[str, Any] = {} if server is None else {"server": server}
+        if page is not None:
+            keys = {} if self.page is None else self.page.model_dump()
+            try:
+                changes["page"] = PageOptions(**{**keys, "listen": page})
+            except ValidationError as error:
+                raise InvalidArgument(f"--page: {describe(error)}") from None
+        return self.model_copy(update=changes)
+
 
 def read_cameras(path: Path, variables: Mapping[str, str] = os.environ) -> Cameras:
     """Return the cameras of a YAML file. Raises InvalidArgument, without passwords.

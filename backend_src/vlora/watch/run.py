@@ -183,11 +183,7 @@ class Watch:
             counts.yielded += 1
             return
         if watched.last and watched.gate and not watched.gate.has_changed(chunk, time.time()):
-            counts.skipped += 1
-            again = replace(
-                watched.last, began=chunk.began, ended=chunk.ended, answered=time.time()
-            )
-            self._desk.take(watched.camera.alerts, again)
+            self._skip(watched, watched.last, chunk)
             return
         # The times of a file that is read fast lie in the future.
         since = chunk.ended if watched.camera.pace == "real" else time.time()
@@ -202,6 +198,12 @@ class Watch:
             watched.gate.note_answer(chunk, answer.answered)
         self._desk.take(watched.camera.alerts, answer)
         self._tell(answer, chunk, result)
+
+    def _skip(self, watched: Watched, last: Answer, chunk: Chunk[Shot]) -> None:
+        """Let the last answer stand for an unchanged chunk."""
+        watched.reader.counts.skipped += 1
+        again = replace(last, began=chunk.began, ended=chunk.ended, answered=time.time())
+        self._desk.take(watched.camera.alerts, again)
 
     async def _ask(self, watched: Watched, chunk: Chunk[Shot]) -> dict[str, Any] | None:
         """Return the result of the server, or None if the chunk is given up."""

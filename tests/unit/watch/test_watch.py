@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,8 @@ import pytest
 import yaml
 from PIL import Image
 
-from tests.support.cameras import write_video
+from tests.support.cameras import WatchRun, write_video
+from tests.support.fake_triton import FakeTriton
 from tests.support.polling import until
 from vlora.errors import ServerError
 from vlora.watch.camera import Pauses, open_source
@@ -130,6 +132,23 @@ def test_what_the_server_gives_up_is_a_drop_and_a_refusal_is_an_error_told_once(
     assert run["door"].view()["detail"] == ""
 
 
+def test_a_server_that_restarts_is_waited_for_and_a_fast_file_loses_no_chunk(tmp_path):
+    write_video(tmp_path / "clip.mp4", 10, [0] * 100)
+    cameras = {"door": QUICK, "file": {"url": "clip.mp4", "pace": "fast", "frames": 2}}
+    with FakeTriton(delay=0.2) as first:
+        run = WatchRun(tmp_path, first.url, cameras)
+        run.start()
+        until(lambda: run["file"].reader.counts.answered >= 2, 10)
+    try:
+        until(lambda: any("door: no server answers" in line for line in run.lines), 10)
+        port = int(first.url.rpartition(":")[2])
+        with FakeTriton(port=port) as second:
+            until(lambda: run["file"].reader.counts.answered == 10, 20)
+            until(lambda: len(second.requests) > 12, 20)
+    finally:
+        run.stop()
+
+
 def test_a_changed_file_takes_effect_camera_by_camera(start):
     run = start(door=QUICK, yard=QUICK, belt=QUICK)
     until(lambda: all(run[name].reader.counts.answered for name in ("door", "yard")), 10)
@@ -155,6 +174,19 @@ def test_a_wrong_file_is_told_and_the_old_one_stays(start):
     run.path.unlink()
     run.write({"yard": QUICK})
     until(lambda: [one.reader.name for one in run.watch.watched()] == ["yard"], 10)
+
+
+def test_a_camera_is_not_connected_outside_its_hours(start, monkeypatch):
+    monkeypatch.setattr("vlora.watch.camera.HOURS_CHECK_SECONDS", 0.05)
+    now = datetime.now()
+    later, latest = (now + timedelta(hours=hours) for hours in (2, 3))
+    run = start(door=QUICK | {"hours": [f"{later:%H:%M}-{latest:%H:%M}"]})
+    until(lambda: run["door"].reader.state == "waiting", 10)
+    assert run["door"].view()["detail"] == "outside its hours"
+    monkeypatch.setattr(Camera, "is_watched", lambda camera, time: True)
+    until(lambda: run["door"].reader.counts.answered, 10)
+    monkeypatch.setattr(Camera, "is_watched", lambda camera, time: False)
+    until(lambda: run["door"].reader.detail == "outside its hours", 10)
 
 
 def test_pauses_grow_to_a_bound_and_are_drawn():
