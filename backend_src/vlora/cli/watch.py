@@ -72,8 +72,8 @@ def watch(
     """Ask a V-LoRA server about the video of cameras until Ctrl-C.
 
     FILE names the cameras: RTSP, HTTP and HLS streams, video files, devices and folders. Each has
-    its adapter, question, gate and alerts. A changed FILE takes effect at once, camera by camera.
-    Passwords come from variables of the environment: rtsp://viewer:${GATE_PASSWORD}@host/stream.
+    its adapter, question, gate and alerts; docs/video.md lists the keys. A changed FILE takes
+    effect at once, camera by camera. Passwords come from variables of the environment.
     """
     with report_errors():
         check_installed()

@@ -275,15 +275,11 @@ class Cameras(StrictModel):
         return {**value, "cameras": whole}
 
     def changed(self, server: str | None, page: str | None) -> Cameras:
-        """Return the file with another server, and a page at another address. Raises
-        InvalidArgument."""
+        """Return the file with another server, and a page at another address."""
         changes: dict[str, Any] = {} if server is None else {"server": server}
         if page is not None:
-            keys = {} if self.page is None else self.page.model_dump()
-            try:
-                changes["page"] = PageOptions(**{**keys, "listen": page})
-            except ValidationError as error:
-                raise InvalidArgument(f"--page: {describe(error)}") from None
+            options = self.page or PageOptions()
+            changes["page"] = options.model_copy(update={"listen": page})
         return self.model_copy(update=changes)
 
 
