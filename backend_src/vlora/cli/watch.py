@@ -73,7 +73,7 @@ def watch(
 
     FILE names the cameras: RTSP, HTTP and HLS streams, video files, devices and folders. Each has
     its adapter, question, gate and alerts; docs/video.md lists the keys. A changed FILE takes
-    effect at once, camera by camera. Passwords come from variables of the environment.
+    effect within two seconds, camera by camera. Passwords come from variables of the environment.
     """
     with report_errors():
         check_installed()

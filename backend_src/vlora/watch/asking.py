@@ -16,7 +16,6 @@ from vlora.errors import (
     InvalidArgument,
     ServerError,
     Unavailable,
-    VLoraError,
     from_message,
     is_coded,
 )
@@ -27,7 +26,6 @@ from vlora.watch.config import Camera
 from vlora.watch.pixels import Shot
 
 MODEL = "video_analytics"
-OUTPUTS = ("result",)
 SETUP_SECONDS = 5.0
 EXTRA_SECONDS = 5.0  # Time for an answer beyond its deadline, which the server keeps.
 MAX_MESSAGE = -1  # Frames may exceed gRPC's 4 MB.
@@ -118,8 +116,7 @@ class Analytics:
             if values:
                 request.inputs.add(name=name, datatype="BYTES", shape=[len(values)])
                 request.raw_input_contents.append(b"".join(string_parts(values)))
-        for name in OUTPUTS:
-            request.outputs.add(name=name)
+        request.outputs.add(name="result")
         return request
 
 
@@ -130,7 +127,7 @@ def routing_headers(adapter: str | None, stream_id: str) -> tuple[tuple[str, str
     return (("x-lora-adapter", "/".join(parts)),)
 
 
-def is_full(error: VLoraError) -> bool:
+def is_full(error: Exception) -> bool:
     """Return whether the server refused a request since its queue is full."""
     return isinstance(error, Unavailable) and SHUTTING_DOWN not in str(error)
 

@@ -45,7 +45,6 @@ class Mailbox:
         self._notify = notify
         self._changed = Condition()
         self._chunk: Chunk[Shot] | None = None
-        self._is_closed = False
 
     def put(self, chunk: Chunk[Shot], stop: Event, must_wait: bool) -> bool:
         """Keep a chunk. Return whether it replaced another, which a caller that must wait does not
@@ -166,13 +165,11 @@ class CameraReader:
         the camera's hours."""
         self._be("connecting", "")
         self._chunker.restart()
+        source: Source | None = None
         try:
             source = open_source(self.camera, self.ring, self.counts, self._variables)
-        except (SourceError, InvalidArgument) as error:
-            return str(error)
-        try:
             return "" if self._read(source) else None
-        except SourceError as error:
+        except (SourceError, InvalidArgument) as error:
             return str(error)
         except Exception as error:
             # A bug that one camera meets must not end it, nor the others. The error's own text is
@@ -180,7 +177,8 @@ class CameraReader:
             place = traceback.extract_tb(error.__traceback__)[-1]
             return f"{type(error).__name__} at {Path(place.filename).name}:{place.lineno}"
         finally:
-            source.close()
+            if source is not None:
+                source.close()
 
     def _read(self, source: Source) -> bool:
         """Pass chunks on. Return whether the source has ended; otherwise its hours have."""

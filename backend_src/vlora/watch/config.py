@@ -27,6 +27,7 @@ from vlora.watch.store import Retention
 
 MAX_FILE_BYTES = 1 << 20
 MAX_CAMERAS = 1000
+FAST_DEADLINE_MS = 120_000.0  # None of the chunks of a file that is read fast is to be lost.
 DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 HOURS = re.compile(r"(?:([a-z]{3})(?:-([a-z]{3}))? )?(\d\d):(\d\d)-(\d\d):(\d\d)")
 # Sampling keys that other keys of a camera set.
@@ -96,6 +97,9 @@ def _read_url(value: Any) -> Any:
         raise ValueError("must be the text of a URL, a path, or 'synthetic'")
     if value.startswith("$"):
         raise ValueError("must begin with its protocol, as in rtsp://${NAME}, or be a path")
+    kind, _, seed = value.partition(":")
+    if kind == SYNTHETIC and not re.fullmatch(r"\d{0,9}", seed):
+        raise ValueError(f"must be '{SYNTHETIC}', or '{SYNTHETIC}:7' for another video")
     scheme, separator, rest = value.partition("://")
     if separator and scheme not in STREAMS:
         raise ValueError(f"begins with {shown(scheme + separator)}; use {', '.join(STREAMS)}")
@@ -125,7 +129,8 @@ class Camera(StrictModel):
     regions: only their bounding box is sent, and the gate looks only inside them.
     hours: local times at which the camera is watched; always if absent.
     priority: lower numbers are served first, and yield last when the server is full.
-    deadline_ms: how long an answer may take; four intervals, but at least 4000, if absent.
+    deadline_ms: how long an answer may take; if absent, four intervals, but at least 4000, and
+        120000 with the pace `fast`.
     pace, repeat: whether a file is read in real time or as fast as answers come, and again.
     fps: pictures a second of a folder or of the synthetic camera.
     timeout_seconds: silence after which the connection counts as lost.
@@ -175,6 +180,8 @@ class Camera(StrictModel):
                 f"interval is {self.interval:g}, but chunks of {self.seconds:g} s may not overlap;"
                 f" it must be at least {self.seconds:g}"
             )
+        if self.pace == "fast" and (self.scheme.startswith("rtsp") or self.url.startswith("/dev/")):
+            raise ValueError("pace: fast is for files; a camera comes in real time")
         names = [rule.name for rule in self.alerts]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"two alerts are named '{min(twice)}'")
@@ -190,7 +197,8 @@ class Camera(StrictModel):
     @property
     def deadline(self) -> float:
         """Milliseconds that an answer may take."""
-        return self.deadline_ms or max(4000.0, 4000.0 * self.period)
+        usual = FAST_DEADLINE_MS if self.pace == "fast" else max(4000.0, 4000.0 * self.period)
+        return self.deadline_ms or usual
 
     @property
     def scheme(self) -> str:

@@ -22,9 +22,11 @@ from vlora.watch.desk import AlertDesk
 from vlora.watch.gate import SceneGate
 from vlora.watch.pixels import Shot
 
-RELOAD_SECONDS = 1.0  # Interval of looking whether the file has changed.
+# Interval of looking whether the file has changed. One that changed since the last look may be
+# written in part, so it is read at the next.
+RELOAD_SECONDS = 1.0
 RETRY_SECONDS = 1.0  # Pause before a chunk that may not be dropped is sent again.
-DRAIN_SECONDS = 5.0  # Time at the end for answers in flight, and for the threads of the cameras.
+DRAIN_SECONDS = 5.0  # Time at the end for answers in flight.
 
 Report = Callable[[str], None]
 
@@ -145,10 +147,11 @@ class Watch:
         reader.start()
 
     async def _reload(self, path: Path) -> None:
-        known = _stamp(path)
+        known = stamp = _stamp(path)
         while True:
             await asyncio.sleep(RELOAD_SECONDS)
-            if (stamp := _stamp(path)) == known:
+            last, stamp = stamp, _stamp(path)
+            if stamp == known or stamp != last:
                 continue
             known = stamp
             try:
@@ -188,7 +191,7 @@ class Watch:
         # The times of a file that is read fast lie in the future.
         since = chunk.ended if watched.camera.pace == "real" else time.time()
         result = await self._ask(watched, chunk)
-        if result is None:
+        if result is None or self._watched.get(name) is not watched:
             return
         answer = answer_of(name, chunk, result, watched.reader.ring.clip)
         watched.last, watched.error = answer, ""
@@ -220,15 +223,16 @@ class Watch:
 
     def _note_error(self, watched: Watched, error: VLoraError | NoServer) -> None:
         counts, name = watched.reader.counts, watched.reader.name
-        if isinstance(error, Cancelled) or is_full(error):  # type: ignore[arg-type]
+        if isinstance(error, Cancelled) or is_full(error):
             counts.drops += 1
         else:
             counts.errors += 1
         if str(error) != watched.error and not isinstance(error, Cancelled):
             self._report(f"{name}: {error}")
         watched.error = str(error)
-        if isinstance(error, VLoraError) and is_full(error):
-            priorities = {one: watched.camera.priority for one, watched in self._watched.items()}
+        if is_full(error):
+            running = [one for one in self._watched.items() if one[1].reader.state == "running"]
+            priorities = {one: watched.camera.priority for one, watched in running}
             if yields := self._admission.refused(priorities, time.monotonic()):
                 self._report(f"{yields}: yields to other cameras, because the server is full")
 

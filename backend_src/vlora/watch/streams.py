@@ -122,8 +122,8 @@ class StreamClock:
     def restart(self, seconds: float) -> None:
         """Let the time stamp be that of the present time, or follow the last one of a file."""
         assert self._offset is not None
-        following = self._offset + self._last
-        self._offset = (self._now() if self._is_live else max(following, 0.0)) - seconds
+        now = self._now() if self._is_live else self._offset + self._last
+        self._offset = now - seconds
         self._last = seconds
 
 

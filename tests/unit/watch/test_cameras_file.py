@@ -52,6 +52,8 @@ def test_defaults_apply_to_all_cameras_and_paths_start_at_the_file(tmp_path: Pat
         ({"url": "ftp://host/x"}, "begins with 'ftp://'; use rtsp, rtsps, http, https"),
         ({"url": "${CAMERA}"}, r"must begin with its protocol, as in rtsp://\$\{NAME\}"),
         ({"url": "rtsp://host/${CAMERA}"}, "the variable CAMERA of the environment is not set"),
+        ({"url": "synthetic:x"}, "must be 'synthetic', or 'synthetic:7'"),
+        ({"pace": "fast"}, "pace: fast is for files"),
         ({"password_env": "CAMERA"}, "password_env needs a user in the URL"),
     ],
 )

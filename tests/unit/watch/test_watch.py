@@ -18,16 +18,19 @@ import numpy as np
 import pytest
 import yaml
 from PIL import Image
+from typer.testing import CliRunner
 
 from tests.support.cameras import WatchRun, write_video
 from tests.support.fake_triton import FakeTriton
 from tests.support.polling import until
+from vlora.cli import app
 from vlora.errors import ServerError
 from vlora.watch.camera import Pauses, open_source
 from vlora.watch.config import Camera
 from vlora.watch.counts import Counts
 from vlora.watch.pixels import View
 from vlora.watch.ring import PacketRing
+from vlora.watch.table import LIVE_HEADS, SUMMARY_HEADS, line, live_row, summary_row
 
 FULL = "in ensemble 'video_analytics', UNAVAILABLE: the queue is full: 9 requests are waiting"
 VIEW = View()
@@ -42,7 +45,7 @@ def test_a_file_read_fast_is_cut_into_chunks_and_every_chunk_is_answered(start, 
     keys = json.loads(triton.requests[0]["sampling_parameters"][0])
     assert keys["lora_name"] == "actions"
     assert keys["supersede"]
-    assert keys["deadline_ms"] == 4000
+    assert keys["deadline_ms"] == 120_000
     assert triton.headers[0]["x-lora-adapter"] == f"actions/{keys['stream_id']}"
     assert {len(request["frames"]) for request in triton.requests} == {2}
     assert run["door"].reader.counts.drops == 0
@@ -266,6 +269,25 @@ def test_a_device_and_a_missing_file_are_explained(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ServerError, match="empty contains no pictures"):
         shades(str(tmp_path / "empty"))
+
+
+def test_the_table_and_the_lines_show_answers_and_counts(start):
+    run = start(door=QUICK, gone={"url": "rtsp://127.0.0.1:9/x"})
+    until(lambda: run["door"].reader.counts.answered and run["gone"].reader.detail, 10)
+    row = dict(zip(LIVE_HEADS, live_row(run["door"]), strict=True))
+    assert (row["state"], row["answer"], row["drops"]) == ("running", "moving left", "0")
+    row = dict(zip(LIVE_HEADS, live_row(run["gone"]), strict=True))
+    assert row["state"].startswith("waiting: rtsp://127.0.0.1:9/x: Connection")
+    assert row["lag s"] == "-"
+    assert "1 of 2 cameras running" in line(run.watch.watched(), 3)
+    assert dict(zip(SUMMARY_HEADS, summary_row(run["gone"]), strict=True))["p95 s"] == "-"
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch):
+    monkeypatch.setattr("vlora.cli.watch.PACKAGES", ("no_such_package",))
+    done = CliRunner().invoke(app, ["watch", "cameras.yaml"])
+    assert done.exit_code == 1
+    assert "no_such_package is missing; install it with: pip install 'vlora[watch]'" in done.output
 
 
 def command(triton, tmp_path, *options, **cameras):
