@@ -98,6 +98,7 @@ class CameraReader:
         self.mailbox = Mailbox(notify)
         self.view = View.of(camera.regions, camera.size)
         self.state, self.detail = "connecting", ""
+        self._told = ""  # Reason that was reported since the last connection.
         self._notify, self._report, self._variables = notify, report, variables
         shape = (camera.seconds, camera.frames, camera.period, self.view)
         self._chunker = Chunker(*shape, self._shot)
@@ -156,7 +157,9 @@ class CameraReader:
             return
         self.counts.gaps += 1
         reason = reason or "the stream has ended"
-        self._report(f"{self.name}: {reason}; next connection in {seconds:.1f} s")
+        if reason != self._told:  # A camera that is away for days is told once.
+            self._report(f"{self.name}: {reason}; next connection in {seconds:.1f} s")
+        self._told = reason
         self._be("waiting", reason)
         self._stop.wait(seconds)
 
@@ -188,6 +191,7 @@ class CameraReader:
                 self._stop.wait(max(0.0, frame.at - time.time()))
             if self.state != "running":
                 self._report(f"{self.name}: connected to {self.camera.shown_url}")
+                self._told = ""
                 self._be("running", "")
             self._pass_on(self._chunker.take(frame))
             if self._stop.is_set() or not self.camera.is_watched(datetime.now()):

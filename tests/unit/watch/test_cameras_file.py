@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,8 @@ def test_hours_say_when_a_camera_is_watched(
     assert camera.is_watched(datetime.fromisoformat(time)) is is_watched
 
 
-def test_the_example_is_valid() -> None:
-    variables = {"GATE_PASSWORD": "x", "DOCK_PASSWORD": "y"}
-    assert len(read_cameras(EXAMPLE, variables).cameras) >= 3
+def test_the_example_is_valid_also_with_what_is_commented_out(tmp_path: Path) -> None:
+    assert set(read_cameras(EXAMPLE, {}).cameras) == {"yard", "belt"}
+    whole = re.sub(r"^#(?=  )", "", EXAMPLE.read_text(), flags=re.MULTILINE)
+    cameras = read(tmp_path, whole, GATE_PASSWORD="x", DOCK_PASSWORD="y").cameras
+    assert set(cameras) == {"yard", "belt", "gate", "dock"}
