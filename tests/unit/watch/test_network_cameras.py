@@ -54,6 +54,7 @@ def test_a_camera_that_ends_in_order_is_connected_again(start, camera):
     assert counts.errors == counts.drops == 0
 
 
+@pytest.mark.alone
 def test_a_frozen_camera_is_connected_again_and_its_lag_does_not_grow(start, camera):
     rtsp = camera()
     run = start(gate={"url": rtsp.url, **CHUNKS})
@@ -115,6 +116,7 @@ def test_a_wrong_password_is_told_and_a_right_one_connects_and_neither_is_shown(
         assert secret not in shown
 
 
+@pytest.mark.alone
 def test_a_reader_that_is_too_slow_leaves_packets_out_instead_of_falling_behind(
     camera, monkeypatch
 ):
@@ -155,6 +157,7 @@ def test_a_bug_that_a_camera_meets_does_not_end_it(start, camera, monkeypatch):
     assert "hunter2" not in line
 
 
+@pytest.mark.alone
 def test_a_clip_of_a_camera_is_its_packets_of_these_seconds(start, camera):
     run = start(gate={"url": camera().url, **CHUNKS})
     began = time.time()

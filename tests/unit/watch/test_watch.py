@@ -54,6 +54,7 @@ def test_a_file_read_fast_is_cut_into_chunks_and_every_chunk_is_answered(start, 
     assert all(one["result"]["text"] == "moving left" for one in run.records)
 
 
+@pytest.mark.alone
 def test_a_file_in_real_time_takes_its_time_and_is_repeated(start, tmp_path):
     write_video(tmp_path / "clip.mp4", 10, [0] * 10)
     began = time.time()
@@ -75,6 +76,7 @@ def test_a_folder_is_played_once_in_the_order_of_names(start, triton, tmp_path):
     assert [frame.size for frame in run.frames(lambda: 0.0)] == [(32, 32)] * 6
 
 
+@pytest.mark.alone
 def test_a_slow_server_costs_chunks_but_no_lag(start, triton):
     triton.delay = 0.45
     run = start(door=QUICK)
