@@ -32,8 +32,8 @@ from benchmarks.frame import Row, rounded, table
 from benchmarks.loads import png
 from benchmarks.perf_analyzer.fetch import PerfAnalyzer, ensure
 from clients.common import DEFAULT_URL, ClientError, connect, run_main, sampling_parameters
-from clients.frames import SyntheticCamera
-from clients.stream_log import quantile
+from vlora.watch.pixels import View
+from vlora.watch.sources import SyntheticCamera
 
 MODELS = ("visual_retrieval", "video_analytics", "lmm", "lmm-text")
 BASE = "base"
@@ -52,9 +52,9 @@ QUESTIONS = (
 def picture(seed: int) -> str:
     """Return a PNG of a shape on noise as base64, different for each seed."""
     random = np.random.default_rng(seed)
-    chunk = next(SyntheticCamera(2, 1, seed, SIDE, SIDE).chunks())
+    frame = next(SyntheticCamera(2, seed, SIDE, SIDE).frames(lambda: 0.0))
     noise = random.integers(-20, 20, (SIDE, SIDE, 3))
-    pixels = np.clip(chunk.frames[0].astype(int) + noise, 0, 255).astype(np.uint8)
+    pixels = np.clip(frame.read(View()).astype(int) + noise, 0, 255).astype(np.uint8)
     return base64.b64encode(png(pixels)).decode()
 
 
@@ -168,6 +168,10 @@ def read_times(profile: bytes) -> list[tuple[float, float, float]]:
     return times
 
 
+def _nearest_rank(values: Sequence[float], share: float) -> float:
+    return float(np.quantile(values, share, method="inverted_cdf"))
+
+
 def summarize(
     times: Sequence[tuple[float, float, float]],
     before: Mapping[str, float],
@@ -177,17 +181,17 @@ def summarize(
 
     The mean batch of the encoder and number of rows in a decode step are None if there was none.
     """
-    first_ms = sorted((first - sent) * 1e3 for sent, first, _ in times)
-    last_ms = sorted((last - sent) * 1e3 for sent, _, last in times)
+    first_ms = [(first - sent) * 1e3 for sent, first, _ in times]
+    last_ms = [(last - sent) * 1e3 for sent, _, last in times]
     seconds = max(last for _, _, last in times) - min(sent for sent, _, _ in times)
     keys = [f"vlora:{name}_total" for name in COUNTERS]
     requests, groups, rows, steps = (after.get(key, 0) - before.get(key, 0) for key in keys)
     return {
         "requests": len(times),
         "requests_per_second": len(times) / seconds,
-        "first_p50_ms": quantile(first_ms, 0.5),
-        "last_p50_ms": quantile(last_ms, 0.5),
-        "last_p95_ms": quantile(last_ms, 0.95),
+        "first_p50_ms": _nearest_rank(first_ms, 0.5),
+        "last_p50_ms": _nearest_rank(last_ms, 0.5),
+        "last_p95_ms": _nearest_rank(last_ms, 0.95),
         "encoder_batch": requests / groups if groups else None,
         "decode_rows": rows / steps if steps else None,
     }

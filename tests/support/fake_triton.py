@@ -1,16 +1,14 @@
 """A gRPC server that behaves like Triton, for tests of the clients.
 
 It answers `video_analytics` with `moving left` after `delay` seconds and streams words for
-`visual_retrieval`. It reads raw frames from shared memory and stores all requests.
+`visual_retrieval`. It stores all requests.
 """
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import resource_tracker, shared_memory
 
 import grpc
 import numpy as np
@@ -22,25 +20,28 @@ from vlora.vision.results import build_result
 
 
 class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
-    """`with FakeTriton() as server:` serves on a free port of 127.0.0.1."""
+    """`with FakeTriton() as server:` serves on a free port of 127.0.0.1, or on `port`."""
 
-    def __init__(self, delay: float = 0.0, words: tuple[str, ...] = ("a ", "red ", "star")) -> None:
+    def __init__(
+        self,
+        delay: float = 0.0,
+        words: tuple[str, ...] = ("a ", "red ", "star"),
+        port: int = 0,
+    ) -> None:
+        self._port = port
         self.delay = delay
         self.words = words
         self.requests: list[dict[str, object]] = []
-        self.regions: dict[str, str] = {}
-        self.registered: list[str] = []
         self.models = {"visual_retrieval", "video_analytics"}
         self.refusal: str | None = None
         self.hands_over = False  # Whether the next stream is refused before its first answer.
         self.headers: list[dict[str, str]] = []
-        self.allows_shared_memory = True
         self.cancelled = threading.Event()
 
     def __enter__(self) -> FakeTriton:
         self._server = grpc.server(ThreadPoolExecutor(32))
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, self._server)
-        self.url = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self.url = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{self._port}')}"
         self._server.start()
         return self
 
@@ -53,31 +54,19 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
     def ModelReady(self, request, context):  # noqa: N802
         return service_pb2.ModelReadyResponse(ready=request.name in self.models)
 
-    def SystemSharedMemoryRegister(self, request, context):  # noqa: N802
-        if not self.allows_shared_memory:
-            context.abort(grpc.StatusCode.UNAVAILABLE, "This protocol is restricted")
-        self.regions[request.name] = request.key
-        self.registered.append(request.key)
-        return service_pb2.SystemSharedMemoryRegisterResponse()
-
-    def SystemSharedMemoryUnregister(self, request, context):  # noqa: N802
-        del self.regions[request.name]
-        return service_pb2.SystemSharedMemoryUnregisterResponse()
-
     def ModelInfer(self, request, context):  # noqa: N802
         values = self._read(request)
         self.headers.append(dict(context.invocation_metadata()))
         time.sleep(self.delay)
         if self.refusal:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, self.refusal)
-        frames = values.get("frames", ())
-        count = len(values["frames_raw"]) if "frames_raw" in values else len(frames)
+        count = len(values.get("frames", ()))
         result = build_result(
             text="moving left",
-            details={"task": values["task"][0].decode(), "adapter": None, "timings": {}},
+            details={"task": _text(values, "task", "vqa"), "adapter": None, "timings": {}},
             layout=np.array([[0, 1, 1, 1, 1, 1]] * count, np.int32).reshape(-1, 6),
             size=np.ones((count, 2), np.int32),
-            metadata=values["metadata"][0].decode(),
+            metadata=_text(values, "metadata", ""),
         )
         return _response("video_analytics", {"result": result})
 
@@ -106,21 +95,9 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         raw = iter(request.raw_input_contents)
         values: dict[str, object] = {}
         for tensor in request.inputs:
-            if "shared_memory_region" in tensor.parameters:
-                values[tensor.name] = self._read_shared(tensor)
-            else:
-                values[tensor.name] = list(deserialize_bytes_tensor(next(raw)))
+            values[tensor.name] = list(deserialize_bytes_tensor(next(raw)))
         self.requests.append(values)
         return values
-
-    def _read_shared(self, tensor) -> np.ndarray:
-        key = self.regions[tensor.parameters["shared_memory_region"].string_param]
-        region = shared_memory.SharedMemory(key)
-        resource_tracker.unregister(region._name, "shared_memory")
-        offset = tensor.parameters["shared_memory_offset"].int64_param
-        pixels = np.ndarray(tuple(tensor.shape), np.uint8, region.buf, offset).copy()
-        region.close()
-        return pixels
 
 
 def _response(model: str, outputs: dict[str, str]) -> service_pb2.ModelInferResponse:
@@ -132,5 +109,6 @@ def _response(model: str, outputs: dict[str, str]) -> service_pb2.ModelInferResp
     return answer
 
 
-def metadata_of(request: dict[str, object]) -> dict[str, object]:
-    return json.loads(request["metadata"][0])
+def _text(values: dict[str, object], name: str, default: str) -> str:
+    """Return the text of an input, or `default` if the request does not have it."""
+    return values[name][0].decode() if name in values else default

@@ -257,6 +257,7 @@ def test_help_names_the_values_of_options_in_words(
         ("--version", f"vlora {vlora.__version__}\n"),
         ("models check gone", "no checkpoint at gone: the folder does not exist"),
         ("serve --model gone", "/gone: the folder does not exist"),
+        ("watch gone.yaml", "gone.yaml cannot be read: No such file or directory"),
         ("gateway --grpc nohost", "--grpc takes HOST:PORT, as in 127.0.0.1:8001, not 'nohost'"),
         ("gateway --grpc h:99999", "--grpc takes HOST:PORT"),
         ("serv", "No such command 'serv'. Did you mean 'serve'?"),

@@ -11,7 +11,6 @@ from PIL import Image
 from rich.console import Console
 
 from benchmarks.perf_analyzer import sweep
-from clients import stream_log
 from clients.common import ClientError
 from tests.support.fake_triton import FakeTriton
 from tools.demo import show
@@ -20,12 +19,6 @@ from tools.demo.show import is_right
 
 BOX = "<ref>a</ref><box>(0,0),(500,500)</box>"
 GREY = np.full((64, 64, 3), 128, np.uint8)
-
-
-@pytest.mark.parametrize(("share", "expected"), [(0.5, 5), (0.95, 10), (1.0, 10), (0.1, 1)])
-def test_quantiles_use_the_nearest_rank(share, expected):
-    assert stream_log.quantile(range(1, 11), share) == expected
-    assert stream_log.quantile([], share) == 0
 
 
 @pytest.mark.parametrize("model", sweep.MODELS)

@@ -34,13 +34,15 @@ from clients.common import (
     sampling_parameters,
     stream_responses,
 )
-from clients.frames import VideoFile, encode_frame
 from tools.demo.boxes import GRID, parse_boxes
 from tools.demo.heldout import boxes_match
 from tools.demo.pictures import INK, RIGHT, WRONG, draw_answer
 from tools.demo.scenes import Pixels
 from vlora.errors import ServerError
 from vlora.launcher.server import TritonServer
+from vlora.watch.camera import read_chunks
+from vlora.watch.config import Camera
+from vlora.watch.pixels import encoded
 
 SAMPLES = Path(__file__).with_name("samples")
 STREAMED = {"vqa", "caption"}
@@ -95,8 +97,9 @@ def _load(entry: dict[str, Any]) -> Sample:
     video = entry.pop("video", None)
     images = [SAMPLES / name for name in entry.pop("images", ())]
     if video is not None:
-        frames = next(VideoFile(SAMPLES / video, FRAMES).chunks()).frames
-        files = [encode_frame(frame, "PNG") for frame in frames]
+        camera = Camera(url=str(SAMPLES / video), frames=FRAMES)
+        frames = next(read_chunks(camera, lambda pixels: pixels)).frames
+        files = [encoded(frame, "PNG") for frame in frames]
     else:
         frames = [np.array(Image.open(path).convert("RGB"), np.uint8) for path in images]
         files = [path.read_bytes() for path in images]

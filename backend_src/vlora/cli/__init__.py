@@ -18,7 +18,7 @@ from vlora.file_names import printable
 # Modules of this package, in the order of `vlora --help`.
 COMMANDS = (
     *("serve", "gateway", "probe", "repository", "models", "adapters", "capacity", "premerge"),
-    *("load", "tile-search", "envoy"),
+    *("load", "watch", "tile-search", "envoy"),
 )
 
 

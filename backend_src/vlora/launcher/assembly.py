@@ -29,6 +29,7 @@ KNOWN = {
     "VLORA_SERVER": "set by vlora serve: the server's process id",
     "VLORA_PEERS": "set by vlora serve --replicas: the folder that all replicas share",
     "VLORA_GPU_TESTS": "set by tools.gpu: the tests of GPU kernels run on the GPU",
+    "VLORA_WATCH_PASSWORD": "read by vlora watch: the password of its page",
 }
 
 # Ending of a variable that Kubernetes sets for a service, since a service may be named `vlora`.

@@ -1,0 +1,60 @@
+"""What `vlora watch` shows: rows of the live table and of the summary, and lines without it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from textwrap import shorten
+
+import numpy as np
+
+from vlora.watch.run import Watched
+
+COUNTS = ("chunks", "answers", "skipped", "drops", "errors", "new conn.", "gaps")
+LIVE_HEADS = ("camera", "state", "answer", "lag s", *COUNTS)
+SUMMARY_HEADS = ("camera", *COUNTS, "p50 s", "p95 s", "max s")
+RIGHT = (*COUNTS, "lag s", "p50 s", "p95 s", "max s")
+ANSWER_WIDTH = 36
+
+
+def live_row(watched: Watched) -> tuple[str, ...]:
+    view, last = watched.view(), watched.last
+    state = view["state"] + (f": {view['detail']}" if view["detail"] else "")
+    text = ""
+    if last is not None:
+        best = f" ({max(last.scores.values()):.2f})" if last.scores else ""
+        text = (shorten(last.text.strip(), ANSWER_WIDTH, placeholder="…") or "(nothing)") + best
+    lag = "-" if view["lag"] is None else f"{view['lag']:.2f}"
+    return (view["name"], shorten(state, 48, placeholder="…"), text, lag, *_counts(watched))
+
+
+def summary_row(watched: Watched) -> tuple[str, ...]:
+    lags = watched.reader.counts.lags
+    spread = np.quantile(lags, (0.5, 0.95, 1.0), method="inverted_cdf") if lags else ()
+    figures = [f"{value:.3f}" for value in spread] or ["-"] * 3
+    return (watched.reader.name, *_counts(watched), *figures)
+
+
+def line(watched: Sequence[Watched], events: int) -> str:
+    """Return one line with the time and totals of all cameras."""
+    counts = [one.reader.counts for one in watched]
+    running = sum(one.reader.state == "running" for one in watched)
+    lags = [one.lags[-1] for one in counts if one.lags]
+    parts = [
+        f"{running} of {len(watched)} cameras running",
+        f"{sum(one.answered for one in counts)} answers",
+        f"{sum(one.skipped for one in counts)} skipped",
+        f"{sum(one.drops for one in counts)} dropped",
+        f"{sum(one.errors for one in counts)} errors",
+        f"{events} events",
+    ]
+    lag = f", lag up to {max(lags):.2f} s" if lags else ""
+    return f"{time.strftime('%H:%M:%S')}  {', '.join(parts)}{lag}"
+
+
+def _counts(watched: Watched) -> tuple[str, ...]:
+    counts = watched.reader.counts
+    numbers = (counts.chunks, counts.answered, counts.drops, counts.errors)
+    chunks, answered, drops, errors = map(str, numbers)
+    skipped = f"{counts.share_skipped:.0%}"
+    return (chunks, answered, skipped, drops, errors, str(counts.reconnections), str(counts.gaps))

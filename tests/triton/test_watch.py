@@ -1,0 +1,39 @@
+"""Test of `vlora watch` with synthetic cameras against a real server of the demo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.support.cameras import WatchRun
+from tests.support.polling import until
+from vlora.launcher.server import TritonServer
+
+
+def test_cameras_with_adapters_of_their_own_are_answered_and_raise_alerts(
+    demo_server: TritonServer, tmp_path: Path
+) -> None:
+    rule = {"name": "motion", "when": {"contains": "moving"}, "begin": "1 of 2"}
+    common = {"task": "video", "deadline_ms": 60_000.0}
+    cameras = {
+        "yard": {"url": "synthetic:1", "alerts": [rule], "clip": {"megabytes": 0}, **common},
+        "belt": {"url": "synthetic:2", "adapter": "actions", "priority": 1, **common},
+    }
+    run = WatchRun(tmp_path, demo_server.grpc_url, cameras)
+    run.start()
+    try:
+        for name in cameras:
+            until(lambda name=name: run[name].reader.counts.answered >= 4, 120)
+        until(lambda: list((tmp_path / "kept" / "events").glob("*.json")), 30)
+    finally:
+        run.stop()
+    assert run["yard"].reader.counts.errors == run["belt"].reader.counts.errors == 0
+    records = [one for one in run.records if one["camera"] == "yard"]
+    # The demo's base model does not recognise that nothing moves.
+    known = [one for one in records if one["truth"] != "standing still"]
+    assert all(one["result"]["text"] == one["truth"] for one in known)
+    adapters = {
+        (one["camera"], (one["result"]["adapter"] or {}).get("name")) for one in run.records
+    }
+    assert adapters == {("yard", None), ("belt", "actions")}
+    assert run["belt"].last is not None
+    assert len(run["belt"].last.digest) == 64

@@ -1,0 +1,346 @@
+"""Tests of `vlora watch` against a fake Triton server: sources, chunks, requests, changes."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+from typer.testing import CliRunner
+
+from tests.support.cameras import WatchRun, write_video
+from tests.support.fake_triton import FakeTriton
+from tests.support.polling import until
+from vlora.cli import app
+from vlora.errors import ServerError
+from vlora.watch.camera import Pauses, open_source
+from vlora.watch.config import Camera
+from vlora.watch.counts import Counts
+from vlora.watch.pixels import View
+from vlora.watch.ring import PacketRing
+from vlora.watch.table import LIVE_HEADS, SUMMARY_HEADS, line, live_row, summary_row
+
+FULL = "in ensemble 'video_analytics', UNAVAILABLE: the queue is full: 9 requests are waiting"
+VIEW = View()
+QUICK = {"url": "synthetic", "seconds": 0.1, "frames": 2}
+
+
+def test_a_file_read_fast_is_cut_into_chunks_and_every_chunk_is_answered(start, triton, tmp_path):
+    write_video(tmp_path / "clip.mp4", 10, [index * 10 for index in range(25)])
+    run = start(door={"url": "clip.mp4", "frames": 2, "pace": "fast", "adapter": "actions"})
+    run.join()
+    assert len(triton.requests) == len(run.records) == 3
+    keys = json.loads(triton.requests[0]["sampling_parameters"][0])
+    assert keys["lora_name"] == "actions"
+    assert keys["supersede"]
+    assert keys["deadline_ms"] == 120_000
+    assert triton.headers[0]["x-lora-adapter"] == f"actions/{keys['stream_id']}"
+    assert {len(request["frames"]) for request in triton.requests} == {2}
+    assert run["door"].reader.counts.drops == 0
+    spans = [one["ended"] - one["began"] for one in run.records]
+    assert spans == pytest.approx([0.5, 0.5, 0.4])
+    assert all(one["result"]["text"] == "moving left" for one in run.records)
+
+
+@pytest.mark.alone
+def test_a_file_in_real_time_takes_its_time_and_is_repeated(start, tmp_path):
+    write_video(tmp_path / "clip.mp4", 10, [0] * 10)
+    began = time.time()
+    run = start(door={"url": "clip.mp4", "frames": 2, "repeat": True})
+    until(lambda: run["door"].reader.counts.answered >= 2, 10)
+    assert 1.2 < time.time() - began < 8
+    assert run["door"].reader.counts.lags[-1] < 2
+    assert run["door"].reader.counts.reconnections >= 1
+
+
+def test_a_folder_is_played_once_in_the_order_of_names(start, triton, tmp_path):
+    (tmp_path / "frames").mkdir()
+    for index in range(6):
+        Image.new("L", (32, 32), index * 40).save(tmp_path / "frames" / f"{index:03}.png")
+    run = start(door={"url": "frames", "fps": 3, "frames": 3, "pace": "fast"})
+    run.join()
+    assert len(triton.requests) == 2
+    run = open_source(Camera(url=str(tmp_path / "frames"), fps=3), PacketRing(0, 0), Counts(), {})
+    assert [frame.size for frame in run.frames(lambda: 0.0)] == [(32, 32)] * 6
+
+
+@pytest.mark.alone
+def test_a_slow_server_costs_chunks_but_no_lag(start, triton):
+    triton.delay = 0.45
+    run = start(door=QUICK)
+    until(lambda: run["door"].reader.counts.answered >= 4, 10)
+    counts = run["door"].reader.counts
+    assert counts.drops >= 4
+    assert counts.lags[-1] < 1.2
+    assert counts.drops + counts.answered + 2 >= counts.chunks
+
+
+def test_the_gate_skips_an_unchanged_scene_and_asks_again_in_time(start, triton, tmp_path):
+    write_video(tmp_path / "clip.mp4", 10, [90] * 20 + [200] * 10)
+    gate = {"url": "clip.mp4", "frames": 2, "seconds": 0.5, "repeat": True, "gate": {}}
+    run = start(gate=gate)
+    until(lambda: run["gate"].reader.counts.answered >= 3, 15)
+    counts = run["gate"].reader.counts
+    assert counts.skipped > counts.answered
+    assert 0.5 < run["gate"].view()["skipped"] < 1
+    assert len(triton.requests) == counts.answered
+
+
+def test_skipped_chunks_count_for_alerts_as_the_last_answer(start, triton, tmp_path):
+    write_video(tmp_path / "clip.mp4", 10, [90] * 60)
+    rule = {"name": "motion", "when": {"contains": "left"}, "begin": "5 of 5"}
+    gate = {"url": "clip.mp4", "frames": 2, "seconds": 0.5, "gate": {}, "alerts": [rule]}
+    run = start(gate=gate)
+    kept = tmp_path / "kept" / "events"
+    until(lambda: list(kept.glob("*.json")) and list(kept.glob("*.mp4")), 10)
+    assert len(triton.requests) == 1
+    assert list(kept.glob("*.jpg"))
+    run.stop()
+
+
+def test_when_the_server_is_full_the_camera_of_lowest_priority_yields(start, triton):
+    triton.refusal = FULL
+    run = start(door=QUICK | {"priority": 0}, yard=QUICK | {"priority": 7})
+    until(lambda: run["yard"].reader.counts.yielded >= 2, 10)
+    assert run["door"].reader.counts.yielded == 0
+    assert any("yard: yields to other cameras" in line for line in run.lines)
+    triton.refusal = None
+    until(lambda: run["yard"].reader.counts.answered and run["door"].reader.counts.answered, 15)
+    keys = [json.loads(one["sampling_parameters"][0]) for one in triton.requests]
+    assert {key["priority"] for key in keys} == {0, 7}
+
+
+def test_what_the_server_gives_up_is_a_drop_and_a_refusal_is_an_error_told_once(start, triton):
+    triton.refusal = "CANCELLED: a newer request of stream 's' superseded this one"
+    run = start(door=QUICK)
+    counts = run["door"].reader.counts
+    until(lambda: counts.drops >= 2, 10)
+    assert counts.errors == 0
+    triton.refusal = "NOT_FOUND: unknown adapter 'x'. Known: y"
+    until(lambda: counts.errors >= 3, 10)
+    assert sum("unknown adapter" in line for line in run.lines) == 1
+    assert "unknown adapter" in run["door"].view()["detail"]
+    triton.refusal = None
+    until(lambda: counts.answered, 10)
+    assert run["door"].view()["detail"] == ""
+
+
+def test_a_server_that_restarts_is_waited_for_and_a_fast_file_loses_no_chunk(tmp_path):
+    write_video(tmp_path / "clip.mp4", 10, [0] * 100)
+    cameras = {"door": QUICK, "file": {"url": "clip.mp4", "pace": "fast", "frames": 2}}
+    with FakeTriton(delay=0.2) as first:
+        run = WatchRun(tmp_path, first.url, cameras)
+        run.start()
+        until(lambda: run["file"].reader.counts.answered >= 2, 10)
+    try:
+        until(lambda: any("door: no server answers" in line for line in run.lines), 10)
+        port = int(first.url.rpartition(":")[2])
+        with FakeTriton(port=port) as second:
+            until(lambda: run["file"].reader.counts.answered == 10, 20)
+            until(lambda: len(second.requests) > 12, 20)
+    finally:
+        run.stop()
+
+
+def test_a_changed_file_takes_effect_camera_by_camera(start):
+    run = start(door=QUICK, yard=QUICK, belt=QUICK)
+    until(lambda: all(run[name].reader.counts.answered for name in ("door", "yard")), 10)
+    door, yard = run["door"], run["yard"]
+    rule = {"name": "motion", "when": {"contains": "left"}}
+    run.write({"door": QUICK | {"alerts": [rule]}, "yard": QUICK | {"frames": 3}, "new": QUICK})
+    until(lambda: any("was read again" in line for line in run.lines), 10)
+    until(lambda: run["new"].reader.counts.answered, 10)
+    assert {one.reader.name for one in run.watch.watched()} == {"door", "yard", "new"}
+    assert run["door"] is door
+    assert door.camera.alerts[0].name == "motion"
+    assert door.reader.counts.reconnections == 0
+    assert run["yard"] is not yard
+    assert yard.reader.is_stopping
+
+
+def test_a_wrong_file_is_told_and_the_old_one_stays(start):
+    run = start(door=QUICK)
+    run.write({"door": QUICK | {"frame": 3}})
+    until(lambda: any("unknown key 'frame'" in line for line in run.lines), 10)
+    answered = run["door"].reader.counts.answered
+    until(lambda: run["door"].reader.counts.answered > answered, 10)
+    run.path.unlink()
+    run.write({"yard": QUICK})
+    until(lambda: [one.reader.name for one in run.watch.watched()] == ["yard"], 10)
+
+
+def test_a_camera_is_not_connected_outside_its_hours(start, monkeypatch):
+    monkeypatch.setattr("vlora.watch.camera.HOURS_CHECK_SECONDS", 0.05)
+    now = datetime.now()
+    later, latest = (now + timedelta(hours=hours) for hours in (2, 3))
+    run = start(door=QUICK | {"hours": [f"{later:%H:%M}-{latest:%H:%M}"]})
+    until(lambda: run["door"].reader.state == "waiting", 10)
+    assert run["door"].view()["detail"] == "outside its hours"
+    monkeypatch.setattr(Camera, "is_watched", lambda camera, time: True)
+    until(lambda: run["door"].reader.counts.answered, 10)
+    monkeypatch.setattr(Camera, "is_watched", lambda camera, time: False)
+    until(lambda: run["door"].reader.detail == "outside its hours", 10)
+
+
+def test_pauses_grow_to_a_bound_and_are_drawn():
+    pauses = Pauses()
+    drawn = [pauses.draw() for _ in range(12)]
+    assert all(0.25 * 2**i <= pause <= 0.5 * 2**i for i, pause in enumerate(drawn[:6]))
+    assert all(15 <= pause <= 30 for pause in drawn[7:])
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[tuple[Path, str]]:
+    """Yield a folder and the URL at which it is served."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+    handler = functools.partial(Quiet, directory=folder)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    yield folder, f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def shades(url: str) -> list[int]:
+    """Return the grey values of all frames of a source."""
+    source = open_source(Camera(url=url, size=32), PacketRing(0, 0), Counts(), {})
+    try:
+        return [int(np.mean(f.read(VIEW))) for f in source.frames(lambda: 0.0)]
+    finally:
+        source.close()
+
+
+def test_http_and_hls_are_read_but_a_playlist_opens_no_file(site):
+    folder, url = site
+    write_video(folder / "clip.ts", 10, range(0, 100, 10))
+    lines = "#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n{}\n#EXT-X-ENDLIST\n"
+    (folder / "live.m3u8").write_text(lines.format("clip.ts"))
+    known = shades(f"{url}/clip.ts")
+    assert len(known) == 10
+    assert shades(f"{url}/live.m3u8") == known
+    secret = folder.parent / "secret.ts"
+    (folder / "clip.ts").rename(secret)
+    for target in (f"file://{secret}", str(secret), f"concat:{secret}", f"subfile,,:{secret}"):
+        (folder / "live.m3u8").write_text(lines.format(target))
+        with pytest.raises(ServerError, match=r"live\.m3u8"):
+            shades(f"{url}/live.m3u8")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n{url}/clip.ts\n#EXT-X-ENDLIST\n",
+        "ffconcat version 1.0\nfile {secret}\n",
+        "v=0\no=- 0 0 IN IP4 127.0.0.1\nc=IN IP4 127.0.0.1\nm=video 9 RTP/AVP 96\n",
+    ],
+)
+def test_a_file_opens_no_address_and_no_other_file(content, site, tmp_path):
+    folder, url = site
+    secret = write_video(folder / "clip.ts", 10, [0] * 10)
+    for name in ("playlist.m3u8", "list.ffconcat", "plain.mp4", "x.sdp"):
+        (tmp_path / name).write_text(content.format(url=url, secret=secret))
+        with pytest.raises(ServerError, match=name):
+            shades(str(tmp_path / name))
+
+
+def test_a_device_and_a_missing_file_are_explained(tmp_path):
+    with pytest.raises(ServerError, match=r"/dev/video99: No such file"):
+        shades("/dev/video99")
+    with pytest.raises(ServerError, match=r"gone\.mp4: No such file"):
+        shades(str(tmp_path / "gone.mp4"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ServerError, match="empty contains no pictures"):
+        shades(str(tmp_path / "empty"))
+
+
+def test_the_table_and_the_lines_show_answers_and_counts(start):
+    run = start(door=QUICK, gone={"url": "rtsp://127.0.0.1:9/x"})
+    until(lambda: run["door"].reader.counts.answered and run["gone"].reader.detail, 10)
+    row = dict(zip(LIVE_HEADS, live_row(run["door"]), strict=True))
+    assert (row["state"], row["answer"], row["drops"]) == ("running", "moving left", "0")
+    row = dict(zip(LIVE_HEADS, live_row(run["gone"]), strict=True))
+    assert row["state"].startswith("waiting: rtsp://127.0.0.1:9/x: Connection")
+    assert row["lag s"] == "-"
+    assert "1 of 2 cameras running" in line(run.watch.watched(), 3)
+    assert dict(zip(SUMMARY_HEADS, summary_row(run["gone"]), strict=True))["p95 s"] == "-"
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch):
+    monkeypatch.setattr("vlora.cli.watch.PACKAGES", ("no_such_package",))
+    done = CliRunner().invoke(app, ["watch", "cameras.yaml"])
+    assert done.exit_code == 1
+    assert "no_such_package is missing; install it with: pip install 'vlora[watch]'" in done.output
+
+
+def command(triton, tmp_path, *options, **cameras):
+    """Return the command that watches these cameras."""
+    path = tmp_path / "cameras.yaml"
+    retention = {"folder": str(tmp_path / "kept")}
+    path.write_text(yaml.safe_dump({"retention": retention, "cameras": cameras}))
+    return [sys.executable, "-m", "vlora.cli", "watch", str(path), "--grpc", triton.url, *options]
+
+
+def test_check_tries_the_server_and_each_camera_once(triton, tmp_path):
+    cameras = {"door": {"url": "synthetic"}, "yard": {"url": "gone.mp4"}}
+    done = subprocess.run(
+        command(triton, tmp_path, "--check", **cameras), capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert f"server {triton.url}: ready" in done.stdout
+    assert "door: synthetic shows 256 x 256" in done.stdout
+    assert "gone.mp4: No such file" in done.stdout
+    assert triton.requests == []
+
+
+def test_an_interrupt_ends_in_order_with_a_summary(triton, tmp_path):
+    log = tmp_path / "answers.jsonl"
+    words = command(triton, tmp_path, "--jsonl", str(log), door=QUICK)
+    # If a shell runs these tests in the background, their children ignore Ctrl-C.
+    handled = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, handled)
+    with process:
+        try:
+            until(lambda: log.exists() and log.read_text().count("\n") > 1, 20)
+            process.send_signal(signal.SIGINT)
+            shown, errors = process.communicate(timeout=10)
+        finally:
+            process.kill()
+    assert process.returncode == 0
+    assert errors == ""
+    assert "door: connected to synthetic" in shown
+    assert "p95 s" in shown
+    record = json.loads(log.read_text().splitlines()[0])
+    assert record["camera"] == "door"
+    assert record["result"]["text"] == "moving left"
+
+
+def test_without_a_server_the_command_says_how_to_start_one(triton, tmp_path):
+    words = command(triton, tmp_path, door=QUICK)
+    words[words.index(triton.url)] = "127.0.0.1:9"
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "no server answers at 127.0.0.1:9" in done.stderr
+    assert "vlora serve" in done.stderr
