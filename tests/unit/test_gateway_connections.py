@@ -21,7 +21,7 @@ from uvicorn.server import ServerState
 from tests.support.polling import until
 from vlora.errors import ServerError
 from vlora.gateway import bodies, door
-from vlora.gateway.app import _Events
+from vlora.gateway.app import Disconnected, _Events, connected
 from vlora.gateway.door import (
     AccessLog,
     Door,
@@ -439,6 +439,35 @@ def test_a_running_request_of_a_lost_connection_is_notified() -> None:
     assert talk(client, answer=waiting) == b"notified"
 
 
+@pytest.mark.parametrize("leaves", [True, False])
+def test_the_request_of_a_client_that_has_left_is_not_begun(leaves: bool) -> None:
+    begun: list[bool] = []
+
+    async def work() -> bool:
+        begun.append(True)
+        return False
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        try:
+            left.set_result(await connected(receive, work()))
+        except Disconnected:
+            left.set_result(True)
+
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        nonlocal left
+        left = asyncio.get_running_loop().create_future()
+        writer.write(START + b"\r\n")
+        if leaves:
+            writer.transport.abort()
+        assert await left is leaves
+        return b""
+
+    left: asyncio.Future[bool]
+    talk(client, answer=app)
+    assert bool(begun) is not leaves
+
+
 @pytest.mark.parametrize("protocol", [Impatient, LimitedConnection])
 def test_a_client_that_reads_nothing_is_disconnected_and_one_that_half_closes_at_once(
     protocol: type[LimitedConnection],
@@ -466,6 +495,8 @@ def test_a_client_that_reads_nothing_is_disconnected_and_one_that_half_closes_at
     async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
         writer.write(START + b"\r\n")
         await reader.readuntil(b"200 OK")
+        while not running:
+            await asyncio.sleep(0)
         opened, before = files(), 0
         if protocol is LimitedConnection:
             while sent != before:
