@@ -9,6 +9,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from tests.support.small_adapter import edit_config, edit_tensors
 from vlora import cli
 from vlora.adapters import patterns
 from vlora.adapters.catalog import find_folders
+from vlora.adapters.files import load_adapter
 from vlora.adapters.model_shape import ModelShape
 from vlora.adapters.peft import USED
 from vlora.adapters.store import AdapterStore
@@ -252,6 +254,40 @@ def test_each_broken_adapter_is_reported_with_its_file(loaded: AdapterStore, nam
         "the message has a reason rather than an unexpected exception"
     )
     assert len(message.encode()) < 2000
+
+
+@pytest.mark.parametrize("file", [CONFIG, WEIGHTS, EXTRA, HEAD])
+@pytest.mark.parametrize("checks", [1, 2, 3, 4])
+def test_a_file_that_becomes_a_pipe_after_some_checks_is_not_read(
+    adapters_dir: Path, shape: ModelShape, tmp_path: Path, file: str, checks: int
+) -> None:
+    folder, look, looks = tmp_path / "a", Path.stat, 0
+    shutil.copytree(adapters_dir / "attention-r4", folder)
+    head(["a", "b"], **TWO)(folder)
+
+    def check(path: Path, **options: Any) -> os.stat_result:
+        nonlocal looks
+        found = look(path, **options)
+        looks += path.name == file
+        if path.name == file and looks == checks:
+            replaced(file, os.mkfifo)(folder)
+        return found
+
+    def give_up(*_: object) -> None:
+        raise TimeoutError("nobody writes to the pipe")
+
+    signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(10)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Path, "stat", check)
+            load_adapter("a", folder, shape)
+        message = "not a regular file" if looks < checks else ""
+    except InvalidArgument as error:
+        message = error.message
+    finally:
+        signal.alarm(0)
+    assert "not a regular file" in message
 
 
 def test_the_maximum_size_of_an_adapter_is_configurable(zoo: Path, shape: ModelShape) -> None:
