@@ -109,6 +109,7 @@ def head(labels: Any, tasks: Any = ("classify",), **tensors: torch.Tensor) -> Ch
     return change
 
 
+SKILL = {"name": "a", "task": "vqa ", "accuracy": 1, "words": []}
 TWO = {"weight": torch.ones(2, 192), "bias": torch.ones(2)}
 
 ZOO: dict[str, tuple[str, Change]] = {
@@ -167,6 +168,9 @@ ZOO: dict[str, tuple[str, Change]] = {
     "extra-deep": (EXTRA, written(EXTRA, b"[" * 100_000)),
     "extra-key": (EXTRA, written(EXTRA, b'{"\\ud800": 1}')),
     "extra-tasks": (EXTRA, written(EXTRA, b'{"tasks": ["vqa", null]}')),
+    "extra-task-unknown": (EXTRA, written(EXTRA, b'{"tasks": ["vqa", "auto"]}')),
+    "extra-task-twice": (EXTRA, written(EXTRA, b'{"tasks": ["vqa", "vqa"]}')),
+    "extra-task-of-a-skill": (EXTRA, written(EXTRA, json.dumps({"skills": [SKILL]}).encode())),
     "extra-default-task": (EXTRA, written(EXTRA, b'{"tasks": ["vqa"], "default_task": "refer"}')),
     "extra-default-task-list": (EXTRA, written(EXTRA, b'{"default_task": ["vqa"]}')),
     "extra-tasks-surrogate": (EXTRA, written(EXTRA, b'{"tasks": ["\\udfff"]}')),
@@ -177,6 +181,7 @@ ZOO: dict[str, tuple[str, Change]] = {
     "head-gone": (HEAD, lambda f: (head(["a", "b"], **TWO)(f), (f / HEAD).unlink())),
     "head-pipe": (HEAD, lambda f: (head(["a", "b"], **TWO)(f), replaced(HEAD, os.mkfifo)(f))),
     "head-labels": (EXTRA, head(["a", {"b": 1}], **TWO)),
+    "head-task-unknown": (EXTRA, head(["a", "b"], ["clasify"], **TWO)),
     "head-labels-surrogate": (EXTRA, head(["a", "\udc00"], **TWO)),
     "head-nan": (HEAD, head(["a", "b"], **(TWO | {"bias": torch.tensor([0, math.nan])}))),
     "head-f8": (HEAD, head(["a", "b"], **(TWO | {"bias": torch.ones(2).to(torch.float8_e5m2)}))),

@@ -15,9 +15,10 @@ from typing import Any, BinaryIO
 
 from safetensors import SafetensorError
 
-from vlora.errors import AdapterBroken, InvalidArgument, OutOfMemory
+from vlora.errors import AdapterBroken, InvalidArgument, OutOfMemory, shown
 from vlora.file_names import decoded
 from vlora.strict_json import load_object
+from vlora.tasks import TASKS
 from vlora.weights.safetensors import open_regular
 
 log = logging.getLogger(__name__)
@@ -63,6 +64,15 @@ def is_names(value: Any) -> bool:
     return isinstance(value, list) and all(
         isinstance(name, str) and name and not _SURROGATE.search(name) for name in value
     )
+
+
+def check_tasks(key: str, value: Any, invalid: ErrorFactory) -> None:
+    """Raise InvalidArgument unless `value`, that of `key`, is a list of different tasks."""
+    if not is_names(value) or len(set(value)) != len(value):
+        raise invalid(f"must give {key} as a list of different names")
+    if unknown := set(value) - set(TASKS):
+        task = shown(min(unknown))
+        raise invalid(f"has the unknown task {task} in {key}; known tasks are {', '.join(TASKS)}")
 
 
 def read_json(path: Path, invalid: ErrorFactory) -> dict[str, Any]:
