@@ -11,7 +11,7 @@ import re
 import shutil
 import signal
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +109,10 @@ def head(labels: Any, tasks: Any = ("classify",), **tensors: torch.Tensor) -> Ch
     return change
 
 
+def accuracy(keys: Iterable[str]) -> bytes:
+    return json.dumps({"accuracy": dict.fromkeys(keys, 0.5)}).encode()
+
+
 SKILL = {"name": "a", "task": "vqa ", "accuracy": 1, "words": []}
 TWO = {"weight": torch.ones(2, 192), "bias": torch.ones(2)}
 
@@ -177,6 +181,9 @@ ZOO: dict[str, tuple[str, Change]] = {
     "extra-accuracy-key": (EXTRA, written(EXTRA, b'{"accuracy": {"\\ud800": 0.5}}')),
     "extra-key-twice": (EXTRA, written(EXTRA, b'{"tasks": ["vqa"], "tasks": ["refer"]}')),
     "extra-accuracy": (EXTRA, written(EXTRA, b'{"accuracy": {"vqa": NaN}}')),
+    "extra-accuracy-many": (EXTRA, written(EXTRA, accuracy(map(str, range(257))))),
+    "extra-accuracy-long": (EXTRA, written(EXTRA, accuracy(["k" * 257]))),
+    "extra-huge": (EXTRA, written(EXTRA, accuracy(["k" * (1 << 20)]))),
     "head-undeclared": (EXTRA, lambda folder: save_file(TWO, folder / HEAD)),
     "head-gone": (HEAD, lambda f: (head(["a", "b"], **TWO)(f), (f / HEAD).unlink())),
     "head-pipe": (HEAD, lambda f: (head(["a", "b"], **TWO)(f), replaced(HEAD, os.mkfifo)(f))),
@@ -255,6 +262,7 @@ def test_each_broken_adapter_is_reported_with_its_file(loaded: AdapterStore, nam
     message = str(caught.value)
     assert message.startswith(f"adapter '{printable(name)}': ")
     assert file in message
+    assert message.count("adapter '") == 1
     assert "failed to load" not in message, (
         "the message has a reason rather than an unexpected exception"
     )

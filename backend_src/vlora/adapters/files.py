@@ -42,6 +42,7 @@ EXTRA_KEYS = (
     "head",
     "skills",
 )  # Keys that `vlora.json` may have.
+MAX_ACCURACIES, MAX_KEY = 256, 256  # Maximum number of entries of `accuracy`, and length of a key.
 MAX_ADAPTER_BYTES = 4 * 1024**3  # Default maximum size of an adapter's weights in fp32, in bytes.
 
 
@@ -210,6 +211,10 @@ def _read_extra(folder: Path, invalid: ErrorFactory) -> dict[str, Any]:
         type(value) in (int, float) and -math.inf < value < math.inf for value in accuracy.values()
     ):
         raise invalid("must give 'accuracy' as an object of finite numbers by task")
+    # Clients often ask for the description of all adapters.
+    if len(accuracy) > MAX_ACCURACIES or any(len(key) > MAX_KEY for key in accuracy):
+        limits = f"{MAX_ACCURACIES} entries, with keys of at most {MAX_KEY} characters"
+        raise invalid(f"must give 'accuracy' as at most {limits}")
     return extra
 
 
