@@ -306,6 +306,7 @@ TWICE_BY_REFERENCE = {
         (Structure("grammar", "start: %json " + '{"items":' * 7000), "nested too deeply"),
         (Structure("grammar", "start: <[3]>{20}"), r"special tokens such as <\[3\]>"),
         (Structure("grammar", 'start: "//" <[3]> // "'), "special tokens"),
+        (Structure("grammar", '%llguidance {"allow_invalid_utf8": true}\nstart: "a"'), "'%llg"),
         (Structure("grammar", '{"grammars": [{"lark_grammar": "start: <[3]>"}]}'), "must be Lark"),
     ],
 )
