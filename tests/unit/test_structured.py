@@ -318,6 +318,20 @@ def test_an_invalid_structure_is_refused_with_the_reason(
     assert structure not in grammars._entries
 
 
+@pytest.mark.parametrize(
+    "structure", [json_of({"$ref": "#"}), Structure("grammar", "start: start")]
+)
+def test_a_structure_that_leads_only_to_itself_fails_its_answers_with_the_reason(
+    grammars: Grammars, structure: Structure
+) -> None:
+    grammar = grammars.acquire(structure)
+    matcher = grammar.open()
+    with pytest.raises(InvalidArgument, match=r"failed: nothing may follow here; .* '\$ref'"):
+        allowed(matcher)
+    matcher.close()
+    grammars.release(structure, grammar)
+
+
 def test_a_structure_longer_than_the_limit_is_refused(grammars: Grammars) -> None:
     with pytest.raises(InvalidArgument, match="has 65537 bytes; the limit is 65536"):
         grammars.acquire(Structure("regex", "a" * 65537))

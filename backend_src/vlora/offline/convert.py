@@ -13,6 +13,7 @@ import os
 import pickle
 import re
 import resource
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -115,13 +116,15 @@ def _unpickle(file: BinaryIO, size: int, invalid: ErrorFactory) -> dict[str, tor
     memory = 2 * size + READER_BYTES
     try:
         # This restricted reader makes tensors and runs no code.
-        with _limited_memory(memory):
+        with _limited_memory(memory), warnings.catch_warnings(action="ignore"):
             content: Any = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         found = _GLOBAL.search(str(error))
         what = f"the code '{found[1]}'" if found else "objects other than tensors"
         raise invalid(f"holds {what}, which is never run; only tensors are read") from None
     except Exception as error:  # The reader may raise any type if the file is not a pickle.
+        if "weights_only" in str(error):  # torch advises to run the file.
+            raise invalid("holds a program, which is never run; only tensors are read") from None
         reason = f"{type(error).__name__}: {error}"
         raise invalid(f"cannot be read as tensors in {memory} bytes of memory: {reason}") from error
     if not isinstance(content, Mapping):

@@ -30,6 +30,7 @@ REGEX_ERROR = re.compile(r"regex parse error:\n *(.*)\n[ ^]*\nerror: (.*)")
 LITERAL = re.compile(r'"(?:\\.|[^"\\])*"|/(?![/*])(?:\\.|[^/\\\n])+/|(?://|#)[^\n]*', re.DOTALL)
 SCHEMA = re.compile(rf"{LITERAL.pattern}|(%json)\s*", re.DOTALL)
 OPTIONS = re.compile(r"%llguidance(?!\s*\{\s*\})")  # Options; `{}` only names the dialect.
+ENDLESS = "does a rule, or a '$ref', lead only to itself?"
 STACK_BYTES = 8 * 1024**2  # A process whose recursion needs more is ended.
 
 
@@ -208,6 +209,8 @@ def _prepared_lark(text: str) -> str:
 
 
 def _one_line(message: str) -> bytes:
+    if "NoExtensionBias" in message:
+        message = f"nothing may follow here; {ENDLESS}"
     if found := REGEX_ERROR.search(message):
         message = f"invalid regex: {found[2]} in /{found[1]}/"
     line = message.replace("<non-verbose/>", "").strip().split("\n")[0]
