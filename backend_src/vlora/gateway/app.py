@@ -390,7 +390,7 @@ def make_app(options: GatewayOptions, fail: Callable[[ServerError], None]) -> Ap
             CORSMiddleware,
             allow_origins=list(options.cors_origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type"],
+            allow_headers=["*"],  # OpenAI's clients send a dozen of their own.
         )
     return Door(
         app,
