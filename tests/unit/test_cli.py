@@ -317,6 +317,14 @@ def test_a_low_limit_of_open_files_is_raised_or_told(
     assert (done.stdout + done.stderr).startswith(shown)
 
 
+def test_characters_that_the_output_lacks_are_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    output = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, "ascii"))
+    monkeypatch.setattr("vlora.cli.app", lambda: print("é", flush=True))
+    main()
+    assert output.getvalue() == b"\\xe9\n"
+
+
 def test_serve_passes_options_on_to_its_gateway(
     own: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
