@@ -14,6 +14,8 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from vlora.errors import shown
+
 # Maximum size in bytes of a request without its body. The network read that contains the start of a
 # request is not counted; it has at most 256 KiB.
 MAX_HEAD_BYTES = 64 * 1024
@@ -140,6 +142,11 @@ class LimitedConnection(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return  # The parser raises an error next, whose handler calls `_ignore_offer`.
         self._stop_timer()
+        for name, value in self.headers:
+            if name == b"transfer-encoding" and value.strip().lower() != b"chunked":
+                self._refuse(
+                    f"the transfer encoding must be chunked, not {shown(value.decode('latin-1'))}"
+                )
         if len(self.pipeline) >= MAX_WAITING:
             self._refuse(f"more than {MAX_WAITING} requests wait on this connection, the limit")
         super().on_headers_complete()

@@ -182,7 +182,7 @@ def envoy_before(tools: Path, servers: list[Ports], folder: Path) -> Iterator[Pr
     values = {"envoy": {"enabled": True, "hashHeader": HEADER, **ports}}
     file = folder / "envoy.yaml"
     file.write_text(yaml.safe_dump(adapted_to(servers, configuration(tools, values))))
-    command = [tools / "envoy", "-c", file, "--concurrency", "1", "--use-dynamic-base-id"]
+    command = [tools / "envoy", "-c", file, "--concurrency", "1", "--disable-hot-restart"]
     with kit.running(command, folder / "envoy.log") as process:
         envoy = Proxy(ports["port"], ports["adminPort"], ports["healthPort"], process.pid)
 

@@ -22,9 +22,10 @@ from transformers import AutoImageProcessor, AutoTokenizer, LlavaForConditionalG
 
 from tools.demo.heldout import Item
 from vlora.request import FloatArray
+from vlora.tasks import TASKS
 from vlora.vision.chat_template import ChatTemplate
 from vlora.vision.families.base import PROCESSOR_BACKEND
-from vlora.vision.prompts import TASKS, render
+from vlora.vision.prompts import render
 
 NEAR_TIE = 1e-4
 """Difference of two logits below which the order of sums may decide which one is larger."""

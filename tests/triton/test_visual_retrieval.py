@@ -9,7 +9,7 @@ import pytest
 
 from clients.common import ClientError, connect
 from tests.support.triton_client import Asker, Refused, Response, picture
-from vlora.vision.prompts import TASKS
+from vlora.tasks import TASKS
 
 RETRIEVAL = "visual_retrieval"
 IGNORE_EOS = {"ignore_eos": True}

@@ -35,6 +35,7 @@ LAYERS = [
         "static_pages",
         "strict_json",
         "strict_yaml",
+        "tasks",
     },
     {"config", "cores", "live_requests", "net", "request", "sampling", "structured"},
     {"atmm", "backends", "device", "kernels"},

@@ -247,6 +247,7 @@ def test_help_names_the_values_of_options_in_words(
             "the keys in gone cannot be read: No such file",
         ),
         ("serve --gateway-image-host cdn.example", "--gateway-image-host needs --gateway-port"),
+        ("serve --gateway-port 0 --gateway-tls-ca gone", "gone cannot be read; the options --tls-"),
         ("serve checkpoint", "unexpected argument 'checkpoint'; name a checkpoint with --model"),
         ("serve --repository gone", "no model repository at gone: it has no lmm/1/model.json"),
         ("serve --options gone.json", "cannot read gone.json: No such file or directory"),
@@ -316,16 +317,29 @@ def test_a_low_limit_of_open_files_is_raised_or_told(
     assert (done.stdout + done.stderr).startswith(shown)
 
 
+def test_characters_that_the_output_lacks_are_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    output = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, "ascii"))
+    monkeypatch.setattr("vlora.cli.app", lambda: print("é", flush=True))
+    main()
+    assert output.getvalue() == b"\\xe9\n"
+
+
 def test_serve_passes_options_on_to_its_gateway(
     own: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = Mock(side_effect=ServerError("enough"))
     monkeypatch.setattr("vlora.cli.serve.GatewayProcess", started)
     words = "--gateway-image-host a.example --gateway-image-host b:1 --gateway-max-body 3"
+    words += " --gateway-tls-ca ca.pem --gateway-tls-name vlora --grace 7"
+    monkeypatch.chdir(own["--options"].parent)
+    Path("ca.pem").touch()
     given = ["--repository", str(own["--repository"]), "--gateway-port", "0", *words.split()]
     assert "enough" in CliRunner().invoke(app, ["serve", *given]).output
     *_, arguments = started.call_args.args
-    assert arguments == ["--image-host=a.example", "--image-host=b:1", "--max-body=3"]
+    tls = [f"--tls-ca={Path('ca.pem').absolute()}", "--tls-name=vlora"]
+    others = ["--image-host=a.example", "--image-host=b:1", "--max-body=3"]
+    assert arguments == [*others, *tls, "--grace=7"]
 
 
 def test_a_command_without_arguments_uses_the_demo() -> None:

@@ -18,7 +18,7 @@ from vlora.serving.answer_writer import AnswerWriter
 from vlora.serving.codec import Call, is_cancel, prepare, read_call, sampling_keys
 from vlora.serving.task_head import to_result
 from vlora.serving.tensors import EncodedStrings, Tensors, check_strings, flag, strings
-from vlora.vision.prompts import TASKS
+from vlora.tasks import TASKS
 from vlora.vision.results import MAX_WARNINGS
 
 THROUGH_ENCODER = {"image_layout": np.zeros((0, 6), np.int32)}

@@ -199,6 +199,21 @@ def test_a_server_that_does_not_take_a_request_is_an_error_in_time(
         asyncio.run(ask())
 
 
+def test_a_question_that_is_given_up_ends_its_call_and_makes_no_other(address: str) -> None:
+    """Many clients that disconnect at once would hold up all others with a call more for each."""
+
+    async def give_up() -> None:
+        async with client(address) as asked:
+            answer = asked.ask(Question("a" * 32, "?"))
+            await anext(answer)
+            await answer.aclose()
+
+    with serving(address, hangs=True, answers=True) as server:
+        asyncio.run(give_up())
+        until(lambda: server.running == 0)
+    assert server.calls == 1
+
+
 def test_calls_that_wait_for_the_description_share_one_request_and_its_error(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

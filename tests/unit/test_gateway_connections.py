@@ -21,7 +21,7 @@ from uvicorn.server import ServerState
 from tests.support.polling import until
 from vlora.errors import ServerError
 from vlora.gateway import bodies, door
-from vlora.gateway.app import _Events
+from vlora.gateway.app import Disconnected, _Events, connected, make_app
 from vlora.gateway.door import (
     AccessLog,
     Door,
@@ -36,6 +36,7 @@ from vlora.gateway.door import (
     load_keys,
 )
 from vlora.gateway.errors import ApiError
+from vlora.gateway.options import GatewayOptions
 from vlora.gateway.server import listen
 from vlora.http_connection import MAX_SMALL_CHUNKS, MAX_WAITING, LimitedConnection
 
@@ -149,7 +150,30 @@ def test_web_pages_of_other_origins_are_refused_unless_they_are_allowed() -> Non
     assert Caller()(origin="http://localhost:8080") == 200
     assert Caller()(origin="https://page.example") == 403
     assert Caller()(origin="null") == 403
-    assert Caller(origins=frozenset({"https://page.example"}))(origin="https://page.example") == 200
+    call = Caller(origins=frozenset({PAGE}))
+    assert call(origin=PAGE) == 200
+    # Not only answers of the routes: Starlette adds none to those of status 500.
+    assert call.headers[b"access-control-allow-origin"] == PAGE.encode()
+
+
+def test_a_page_of_an_allowed_origin_may_send_the_headers_of_openais_client() -> None:
+    app = make_app(GatewayOptions(cors_origins=(PAGE,)), lambda error: None)
+    names = {"access-control-request-method": "POST", "host": "localhost", "origin": PAGE}
+    names["access-control-request-headers"] = "authorization,x-stainless-lang,x-stainless-timeout"
+    headers = [(name.encode(), value.encode()) for name, value in names.items()]
+    scope = {"type": "http", "method": "OPTIONS", "path": "/v1/models", "headers": headers}
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def receive() -> Message:
+        return {"type": "http.request"}
+
+    asyncio.run(app(scope, receive, send))
+    assert sent[0]["status"] == 200
+    allowed = dict(sent[0]["headers"])[b"access-control-allow-headers"].decode()
+    assert allowed == names["access-control-request-headers"]
 
 
 def test_a_key_is_required_except_for_health_and_its_tenant_is_logged() -> None:
@@ -439,6 +463,35 @@ def test_a_running_request_of_a_lost_connection_is_notified() -> None:
     assert talk(client, answer=waiting) == b"notified"
 
 
+@pytest.mark.parametrize("leaves", [True, False])
+def test_the_request_of_a_client_that_has_left_is_not_begun(leaves: bool) -> None:
+    begun: list[bool] = []
+
+    async def work() -> bool:
+        begun.append(True)
+        return False
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        try:
+            left.set_result(await connected(receive, work()))
+        except Disconnected:
+            left.set_result(True)
+
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        nonlocal left
+        left = asyncio.get_running_loop().create_future()
+        writer.write(START + b"\r\n")
+        if leaves:
+            writer.transport.abort()
+        assert await left is leaves
+        return b""
+
+    left: asyncio.Future[bool]
+    talk(client, answer=app)
+    assert bool(begun) is not leaves
+
+
 @pytest.mark.parametrize("protocol", [Impatient, LimitedConnection])
 def test_a_client_that_reads_nothing_is_disconnected_and_one_that_half_closes_at_once(
     protocol: type[LimitedConnection],
@@ -466,6 +519,8 @@ def test_a_client_that_reads_nothing_is_disconnected_and_one_that_half_closes_at
     async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
         writer.write(START + b"\r\n")
         await reader.readuntil(b"200 OK")
+        while not running:
+            await asyncio.sleep(0)
         opened, before = files(), 0
         if protocol is LimitedConnection:
             while sent != before:
@@ -482,6 +537,12 @@ def test_a_client_that_reads_nothing_is_disconnected_and_one_that_half_closes_at
         return b"%d" % running
 
     assert talk(client, protocol, endless) == b"0"
+
+
+@pytest.mark.parametrize("encoding", [b"gzip, chunked", b"gzip\r\nTransfer-Encoding: chunked"])
+def test_a_body_with_another_transfer_encoding_is_refused(encoding: bytes) -> None:
+    head = START + b"Transfer-Encoding: " + encoding + b"\r\n\r\n0\r\n\r\n"
+    assert "must be chunked, not 'gzip" in message_of(talk(sending(head)))
 
 
 def test_a_limited_number_of_requests_may_wait_on_a_connection() -> None:

@@ -9,8 +9,9 @@ import os
 import random
 import re
 import shutil
+import signal
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.support.small_adapter import edit_config, edit_tensors
 from vlora import cli
 from vlora.adapters import patterns
 from vlora.adapters.catalog import find_folders
+from vlora.adapters.files import load_adapter
 from vlora.adapters.model_shape import ModelShape
 from vlora.adapters.peft import USED
 from vlora.adapters.store import AdapterStore
@@ -107,6 +109,11 @@ def head(labels: Any, tasks: Any = ("classify",), **tensors: torch.Tensor) -> Ch
     return change
 
 
+def accuracy(keys: Iterable[str]) -> bytes:
+    return json.dumps({"accuracy": dict.fromkeys(keys, 0.5)}).encode()
+
+
+SKILL = {"name": "a", "task": "vqa ", "accuracy": 1, "words": []}
 TWO = {"weight": torch.ones(2, 192), "bias": torch.ones(2)}
 
 ZOO: dict[str, tuple[str, Change]] = {
@@ -165,16 +172,23 @@ ZOO: dict[str, tuple[str, Change]] = {
     "extra-deep": (EXTRA, written(EXTRA, b"[" * 100_000)),
     "extra-key": (EXTRA, written(EXTRA, b'{"\\ud800": 1}')),
     "extra-tasks": (EXTRA, written(EXTRA, b'{"tasks": ["vqa", null]}')),
+    "extra-task-unknown": (EXTRA, written(EXTRA, b'{"tasks": ["vqa", "auto"]}')),
+    "extra-task-twice": (EXTRA, written(EXTRA, b'{"tasks": ["vqa", "vqa"]}')),
+    "extra-task-of-a-skill": (EXTRA, written(EXTRA, json.dumps({"skills": [SKILL]}).encode())),
     "extra-default-task": (EXTRA, written(EXTRA, b'{"tasks": ["vqa"], "default_task": "refer"}')),
     "extra-default-task-list": (EXTRA, written(EXTRA, b'{"default_task": ["vqa"]}')),
     "extra-tasks-surrogate": (EXTRA, written(EXTRA, b'{"tasks": ["\\udfff"]}')),
     "extra-accuracy-key": (EXTRA, written(EXTRA, b'{"accuracy": {"\\ud800": 0.5}}')),
     "extra-key-twice": (EXTRA, written(EXTRA, b'{"tasks": ["vqa"], "tasks": ["refer"]}')),
     "extra-accuracy": (EXTRA, written(EXTRA, b'{"accuracy": {"vqa": NaN}}')),
+    "extra-accuracy-many": (EXTRA, written(EXTRA, accuracy(map(str, range(257))))),
+    "extra-accuracy-long": (EXTRA, written(EXTRA, accuracy(["k" * 257]))),
+    "extra-huge": (EXTRA, written(EXTRA, accuracy(["k" * (1 << 20)]))),
     "head-undeclared": (EXTRA, lambda folder: save_file(TWO, folder / HEAD)),
     "head-gone": (HEAD, lambda f: (head(["a", "b"], **TWO)(f), (f / HEAD).unlink())),
     "head-pipe": (HEAD, lambda f: (head(["a", "b"], **TWO)(f), replaced(HEAD, os.mkfifo)(f))),
     "head-labels": (EXTRA, head(["a", {"b": 1}], **TWO)),
+    "head-task-unknown": (EXTRA, head(["a", "b"], ["clasify"], **TWO)),
     "head-labels-surrogate": (EXTRA, head(["a", "\udc00"], **TWO)),
     "head-nan": (HEAD, head(["a", "b"], **(TWO | {"bias": torch.tensor([0, math.nan])}))),
     "head-f8": (HEAD, head(["a", "b"], **(TWO | {"bias": torch.ones(2).to(torch.float8_e5m2)}))),
@@ -248,10 +262,45 @@ def test_each_broken_adapter_is_reported_with_its_file(loaded: AdapterStore, nam
     message = str(caught.value)
     assert message.startswith(f"adapter '{printable(name)}': ")
     assert file in message
+    assert message.count("adapter '") == 1
     assert "failed to load" not in message, (
         "the message has a reason rather than an unexpected exception"
     )
     assert len(message.encode()) < 2000
+
+
+@pytest.mark.parametrize("file", [CONFIG, WEIGHTS, EXTRA, HEAD])
+@pytest.mark.parametrize("checks", [1, 2, 3, 4])
+def test_a_file_that_becomes_a_pipe_after_some_checks_is_not_read(
+    adapters_dir: Path, shape: ModelShape, tmp_path: Path, file: str, checks: int
+) -> None:
+    folder, look, looks = tmp_path / "a", Path.stat, 0
+    shutil.copytree(adapters_dir / "attention-r4", folder)
+    head(["a", "b"], **TWO)(folder)
+
+    def check(path: Path, **options: Any) -> os.stat_result:
+        nonlocal looks
+        found = look(path, **options)
+        looks += path.name == file
+        if path.name == file and looks == checks:
+            replaced(file, os.mkfifo)(folder)
+        return found
+
+    def give_up(*_: object) -> None:
+        raise TimeoutError("nobody writes to the pipe")
+
+    signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(10)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Path, "stat", check)
+            load_adapter("a", folder, shape)
+        message = "not a regular file" if looks < checks else ""
+    except InvalidArgument as error:
+        message = error.message
+    finally:
+        signal.alarm(0)
+    assert "not a regular file" in message
 
 
 def test_the_maximum_size_of_an_adapter_is_configurable(zoo: Path, shape: ModelShape) -> None:

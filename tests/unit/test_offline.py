@@ -11,6 +11,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -243,6 +244,16 @@ def test_code_in_a_pickle_is_named_and_never_run(base: Base, plain: Path, zipped
     (plain / WEIGHTS).unlink()
     check_refused(base, plain, "holds the code 'posix.system', which is never run")
     assert not ran.exists()
+
+
+def test_a_program_in_place_of_tensors_is_refused_without_advice_to_run_it(
+    base: Base, plain: Path
+) -> None:
+    torch.save(load_file(plain / WEIGHTS), plain / PICKLED)
+    with zipfile.ZipFile(plain / PICKLED, "a") as archive:
+        archive.writestr("adapter_model/constants.pkl", b"")  # Only TorchScript has this file.
+    (plain / WEIGHTS).unlink()
+    check_refused(base, plain, "holds a program, which is never run; only tensors are read")
 
 
 @pytest.mark.parametrize("content", [b"", b"no pickle", b"PK\x03\x04" + bytes(99), b"\x80\x02}."])

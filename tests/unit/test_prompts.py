@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from tools.demo.build import make_tokenizer
 from vlora.errors import InvalidArgument
+from vlora.tasks import TASKS
 from vlora.vision.chat_template import MAX_STAND_INS, Chat, ChatTemplate
-from vlora.vision.prompts import TASKS, render, task_text
+from vlora.vision.prompts import render, task_text
 from vlora.vision.results import (
     TextBox,
     build_result,

@@ -306,6 +306,7 @@ TWICE_BY_REFERENCE = {
         (Structure("grammar", "start: %json " + '{"items":' * 7000), "nested too deeply"),
         (Structure("grammar", "start: <[3]>{20}"), r"special tokens such as <\[3\]>"),
         (Structure("grammar", 'start: "//" <[3]> // "'), "special tokens"),
+        (Structure("grammar", '%llguidance {"allow_invalid_utf8": true}\nstart: "a"'), "'%llg"),
         (Structure("grammar", '{"grammars": [{"lark_grammar": "start: <[3]>"}]}'), "must be Lark"),
     ],
 )
@@ -315,6 +316,20 @@ def test_an_invalid_structure_is_refused_with_the_reason(
     with pytest.raises(InvalidArgument, match=f"'structured_outputs' is refused: .*({message})"):
         grammars.acquire(structure)
     assert structure not in grammars._entries
+
+
+@pytest.mark.parametrize(
+    "structure", [json_of({"$ref": "#"}), Structure("grammar", "start: start")]
+)
+def test_a_structure_that_leads_only_to_itself_fails_its_answers_with_the_reason(
+    grammars: Grammars, structure: Structure
+) -> None:
+    grammar = grammars.acquire(structure)
+    matcher = grammar.open()
+    with pytest.raises(InvalidArgument, match=r"failed: nothing may follow here; .* '\$ref'"):
+        allowed(matcher)
+    matcher.close()
+    grammars.release(structure, grammar)
 
 
 def test_a_structure_longer_than_the_limit_is_refused(grammars: Grammars) -> None:

@@ -21,7 +21,7 @@ from vlora.launcher.server_log import (
     why_it_did_not_start,
     why_it_failed,
 )
-from vlora.launcher.supervisor import RestartPolicy, Supervisor
+from vlora.launcher.supervisor import RestartPolicy, Supervisor, signals_interrupt
 
 
 class FakeServer:
@@ -140,6 +140,13 @@ def test_every_signal_stops_a_server_that_a_script_started(ending: signal.Signal
     runs.supervise(restart=None)
     assert runs.servers[0].ended == ["stopped"]
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_the_signal_that_restarts_replicas_does_not_end_a_server_without_any() -> None:
+    with signals_interrupt():
+        assert callable(signal.getsignal(signal.SIGUSR1))
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
 def test_a_second_signal_kills_the_server_and_later_ones_are_ignored() -> None:

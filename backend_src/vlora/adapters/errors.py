@@ -9,16 +9,17 @@ from __future__ import annotations
 import errno
 import logging
 import re
-import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from safetensors import SafetensorError
 
-from vlora.errors import AdapterBroken, InvalidArgument, OutOfMemory
+from vlora.errors import AdapterBroken, InvalidArgument, OutOfMemory, shown
 from vlora.file_names import decoded
 from vlora.strict_json import load_object
+from vlora.tasks import TASKS
+from vlora.weights.safetensors import open_regular
 
 log = logging.getLogger(__name__)
 
@@ -65,36 +66,44 @@ def is_names(value: Any) -> bool:
     )
 
 
+def check_tasks(key: str, value: Any, invalid: ErrorFactory) -> None:
+    """Raise InvalidArgument unless `value`, that of `key`, is a list of different tasks."""
+    if not is_names(value) or len(set(value)) != len(value):
+        raise invalid(f"must give {key} as a list of different names")
+    if unknown := set(value) - set(TASKS):
+        task = shown(min(unknown))
+        raise invalid(f"has the unknown task {task} in {key}; known tasks are {', '.join(TASKS)}")
+
+
 def read_json(path: Path, invalid: ErrorFactory) -> dict[str, Any]:
     """Return the JSON object in a file of the adapter's folder. Raises InvalidArgument."""
     invalid = invalid.in_file(path.name)
-    require_file(path, invalid)
     try:
-        with path.open("rb") as opened:
+        with open_file(path, invalid) as opened:
             content = opened.read(MAX_JSON_BYTES + 1)
         if len(content) > MAX_JSON_BYTES:
             raise invalid(f"has more than {MAX_JSON_BYTES} bytes")
         return load_object(content.decode("utf-8-sig"), "")
     except UnicodeDecodeError as error:
         raise invalid(f"is not valid UTF-8 at byte {error.start}") from error
+    except AdapterBroken:
+        raise
     except InvalidArgument as error:
         raise invalid(error.message.lstrip()) from error
     except OSError as error:
         raise invalid.unreadable(error) from error
 
 
-def require_file(path: Path, invalid: ErrorFactory) -> None:
-    """Raise InvalidArgument unless the file exists and is a regular one: reading a pipe or a device
-    might never end.
-    """
+def open_file(path: Path, invalid: ErrorFactory) -> BinaryIO:
+    """Open a regular file of the adapter's folder. Raises InvalidArgument."""
     try:
-        kind = path.stat().st_mode
+        return open_regular(path)
     except FileNotFoundError:
         raise invalid("is missing") from None
     except OSError as error:
+        if error.errno == errno.EINVAL:
+            raise invalid("is not a regular file") from None
         raise invalid.unreadable(error) from error
-    if not stat.S_ISREG(kind):
-        raise invalid("is not a regular file")
 
 
 # Error numbers whose cause lies in the files, such as a missing file or a loop of links.

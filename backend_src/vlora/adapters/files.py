@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vlora.adapters.errors import ErrorFactory, as_text, is_names, read_json
+from vlora.adapters.errors import ErrorFactory, as_text, check_tasks, is_names, read_json
 from vlora.adapters.model_shape import (
     LM_HEAD,
     ModelShape,
@@ -42,6 +42,7 @@ EXTRA_KEYS = (
     "head",
     "skills",
 )  # Keys that `vlora.json` may have.
+MAX_ACCURACIES, MAX_KEY = 256, 256  # Maximum number of entries of `accuracy`, and length of a key.
 MAX_ADAPTER_BYTES = 4 * 1024**3  # Default maximum size of an adapter's weights in fp32, in bytes.
 
 
@@ -201,8 +202,7 @@ def _read_extra(folder: Path, invalid: ErrorFactory) -> dict[str, Any]:
         key = min(unknown)
         hint = nearest(key, EXTRA_KEYS) or "."
         raise invalid(f"has the unknown key '{key}'{hint} Known: {', '.join(EXTRA_KEYS)}")
-    if not is_names(extra.get("tasks", [])):
-        raise invalid("must give 'tasks' as a list of names")
+    check_tasks("'tasks'", extra.get("tasks", []), invalid)
     default = extra.get("default_task")
     if default is not None and default not in extra.get("tasks", []):
         raise invalid("must give 'default_task' as one of the names in 'tasks'")
@@ -211,6 +211,10 @@ def _read_extra(folder: Path, invalid: ErrorFactory) -> dict[str, Any]:
         type(value) in (int, float) and -math.inf < value < math.inf for value in accuracy.values()
     ):
         raise invalid("must give 'accuracy' as an object of finite numbers by task")
+    # Clients often ask for the description of all adapters.
+    if len(accuracy) > MAX_ACCURACIES or any(len(key) > MAX_KEY for key in accuracy):
+        limits = f"{MAX_ACCURACIES} entries, with keys of at most {MAX_KEY} characters"
+        raise invalid(f"must give 'accuracy' as at most {limits}")
     return extra
 
 
@@ -344,6 +348,7 @@ def _head_declaration(files: _Files) -> tuple[tuple[str, ...], tuple[str, ...]]:
     for key, value in declared.items():
         if not value or not is_names(value) or len(set(value)) != len(value):
             raise invalid(f"must give head.{key} as a list of different names")
+    check_tasks("head.tasks", declared["tasks"], invalid)
     return tuple(declared["labels"]), tuple(declared["tasks"])
 
 

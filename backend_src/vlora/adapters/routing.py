@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vlora.adapters.errors import ErrorFactory, is_names
+from vlora.adapters.errors import ErrorFactory, check_tasks, is_names
 
 MIN_FIT = 0.5  # Fit, from 0 to 1, below which no adapter is chosen, so that the base model answers.
 # Maximum loss of accuracy, from 0 to 1, that is accepted for an adapter that is resident already.
@@ -65,6 +65,7 @@ def read_skills(value: Any, invalid: ErrorFactory) -> tuple[Skill, ...]:
     if len(value) > MAX_SKILLS or any(len(one["words"]) > MAX_WORDS for one in value):
         limits = f"more than {MAX_SKILLS} skills, or a skill of more than {MAX_WORDS} words"
         raise invalid(f"has {limits}")
+    check_tasks("'skills'", list(dict.fromkeys(one["task"] for one in value)), invalid)
     return tuple(Skill(**{**one, "words": words_of(" ".join(one["words"]))}) for one in value)
 
 

@@ -14,13 +14,13 @@ from functools import cached_property
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from weakref import WeakValueDictionary
 
 import torch
 from safetensors import SafetensorError
 
-from vlora.adapters.errors import ErrorFactory, require_file
+from vlora.adapters.errors import ErrorFactory, open_file
 from vlora.adapters.model_shape import Rows
 from vlora.atmm.types import LoraPair
 from vlora.ids import MatrixId
@@ -28,8 +28,8 @@ from vlora.weights.safetensors import (
     FLOATS,
     ReadPlan,
     declared_tensors,
+    open_regular,
     open_tensors,
-    read_header,
     read_rows,
 )
 
@@ -59,16 +59,15 @@ class WeightsFile:
     def __init__(self, path: Path, invalid: ErrorFactory) -> None:
         self._path = path
         self._invalid = invalid
-        require_file(path, invalid)
         try:
-            with path.open("rb") as opened:
-                size = int.from_bytes(opened.read(8), "little")
+            with open_file(path, invalid) as opened:
+                start = opened.read(8)
+                size = int.from_bytes(start, "little")
                 if size > MAX_HEADER_BYTES:
                     excess = f"its header has {size} bytes; the limit is {MAX_HEADER_BYTES}"
                     raise invalid(f"is not a complete safetensors file: {excess}")
-                opened.seek(0)
-                self._header = read_header(opened)
-            self._opened = _open(path)
+                self._header = start + opened.read(size)
+                self._opened = _open(path, opened)
         except SafetensorError as error:
             raise invalid(f"is not a complete safetensors file: {error}") from error
         except OSError as error:
@@ -110,7 +109,7 @@ class WeightsFile:
         kind, _, offset = self._declared[key]
         step = max(1, PIECE_BYTES // (FLOATS[kind].itemsize * max(1, width)))
         try:
-            with self._path.open("rb") as file:
+            with open_regular(self._path) as file:
                 for start in range(0, count, step):
                     rows = range(start, min(start + step, count))
                     piece = expected[rows.start : rows.stop].cpu()
@@ -151,12 +150,12 @@ class WeightsFile:
         return reader
 
 
-def _open(path: Path) -> Any:
+def _open(path: Path, opened: BinaryIO) -> Any:
     try:
-        return open_tensors(path)
+        return open_tensors(opened)
     except FileNotFoundError:
         # safe_open reports any failure to open a file as a missing file. This raises the real one.
-        path.open("rb").close()
+        open_regular(path).close()
         raise
 
 

@@ -6,7 +6,9 @@ Kubernetes may run `vlora probe` every few seconds, so no command imports the mo
 from __future__ import annotations
 
 import importlib
+import io
 import logging
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -71,4 +73,6 @@ class _LogFormatter(logging.Formatter):
 def main() -> None:
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(_LogFormatter())
+    if isinstance(sys.stdout, io.TextIOWrapper):  # Its encoding may lack characters of names.
+        sys.stdout.reconfigure(errors="backslashreplace")
     app()

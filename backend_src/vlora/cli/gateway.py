@@ -31,7 +31,7 @@ def check_installed() -> None:
             )
 
 
-def _tls(
+def tls_options(
     ca: Path | None, name: str | None, key: Path | None, certificate: Path | None
 ) -> Tls | None:
     tls = None if ca is None else Tls(ca, name, key, certificate)
@@ -118,7 +118,7 @@ def gateway(
                 host=host,
                 port=port,
                 grpc=grpc,
-                tls=_tls(tls_ca, tls_name, tls_key, tls_certificate),
+                tls=tls_options(tls_ca, tls_name, tls_key, tls_certificate),
                 base_name=base_name,
                 keys=keys,
                 requests_per_minute=requests_per_minute,

@@ -27,7 +27,9 @@ from vlora.cli.gateway import (
     MaxFetch,
     RequestsPerMinute,
     check_installed,
+    tls_options,
 )
+from vlora.cli.probe import TlsCa, TlsCertificate, TlsKey, TlsName
 from vlora.config import Options
 from vlora.errors import MAX_NAMES, ServerError
 from vlora.gateway.options import MIB, check_base_name
@@ -131,6 +133,10 @@ def serve(
     gateway_port: GatewayPort = None,
     gateway_keys: GatewayKeys = None,
     # `_gateway` passes the following options on, as the context has them.
+    gateway_tls_ca: TlsCa = None,
+    gateway_tls_name: TlsName = None,
+    gateway_tls_key: TlsKey = None,
+    gateway_tls_certificate: TlsCertificate = None,
     gateway_requests_per_minute: RequestsPerMinute = None,
     gateway_base_name: BaseName = DEFAULTS.base_name,
     gateway_image_host: ImageHost = None,
@@ -225,9 +231,10 @@ def _gateway(
         from vlora.gateway.door import load_keys
 
         load_keys(keys)
+    tls_options(*(options.get(f"tls-{one}") for one in ("ca", "name", "key", "certificate")))
     arguments = [
-        f"--{name}={one}"
-        for name, value in options.items()
+        f"--{name}={one.absolute() if isinstance(one, Path) else one}"
+        for name, value in {**options, "grace": context.params["grace"]}.items()
         for one in (value if isinstance(value, list | tuple) else [value])
     ]
     host = context.params["host"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,12 +20,10 @@ from vlora.errors import SHUTTING_DOWN, from_message
 from vlora.gateway.errors import ApiError, from_grpc, from_server
 from vlora.net import Tls, grpc_options, load_grpc_stubs, outputs_of, string_parts
 
-log = logging.getLogger(__name__)
 service_pb2, _ = load_grpc_stubs()
 METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
 MODEL = "lmm"
-# Time limit in seconds of a cancellation, and of a request for the server's description.
-CONTROL_SECONDS = 5.0
+CONTROL_SECONDS = 5.0  # Time limit in seconds of a request for the server's description.
 DESCRIPTION_SECONDS = 1.0  # Seconds for which a description is reused.
 # Header by which Envoy selects one of several servers.
 ROUTING_HEADER = "x-lora-adapter"
@@ -57,7 +54,7 @@ Headers = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Question:
-    """One request to `lmm`, which can be cancelled by its id, with images and frames as encoded
+    """One request to `lmm`, with images and frames as encoded
     files and `sampling_parameters`. has_messages: whether the text is JSON of messages.
     """
 
@@ -163,30 +160,26 @@ class Backend:
         self._stream = self._channel.stream_stream(
             METHOD, response_deserializer=service_pb2.ModelStreamInferResponse.FromString
         )
-        self._cancels: set[asyncio.Task[None]] = set()
         self._kept_bytes = 0
         # Time and result of the last request for the server's description.
         self._described: tuple[float, dict[str, Any] | ApiError] | None = None
         self._describing = asyncio.Lock()
 
     async def close(self) -> None:
-        """Wait for the cancellations in progress, then close the connection."""
-        if self._cancels:
-            await asyncio.wait(self._cancels)
         await self._channel.close()
 
     async def ask(
         self, question: Question, on_sent: Callable[[], None] = lambda: None
     ) -> AsyncGenerator[Piece, None]:
         """Yield the pieces of the answer. The last one has a finish reason. Raises ApiError. If the
-        iterator is closed before its end, the question is cancelled by its id.
+        iterator is closed before its end, `lmm` notices the end of the stream and cancels.
 
         A question that a server which shuts down has not begun is sent again, since Envoy selects
         another server then. Envoy itself cannot: the error is a message in an open stream.
 
         on_sent: called when the question has been sent.
         """
-        id, sampling = question.id, question.sampling
+        sampling = question.sampling
         route = routing_headers(sampling)
         unsent = [_request(question)]
         del question  # Free the encoded images.
@@ -196,7 +189,6 @@ class Backend:
             message = await self._begin(answers, unsent, route, on_sent)
             while not ended and message is not grpc.aio.EOF:
                 if message.error_message:
-                    ended = True
                     raise from_server(from_message(message.error_message), sampling)
                 response = message.infer_response
                 ended = response.parameters["triton_final_response"].bool_param
@@ -206,18 +198,14 @@ class Backend:
                     yield piece
                 if not ended:
                     message = await answers.next()
-            ended = True
             if not finished:
                 raise ApiError("INTERNAL", "the V-LoRA server did not finish its answer")
         except TimeoutError:
             reason = f"the V-LoRA server sent nothing for {self._answer_seconds:g} s"
             raise ApiError("UNAVAILABLE", reason) from None
         except grpc.aio.AioRpcError as error:
-            ended = True
             raise from_grpc(error) from None
         finally:
-            if not ended:
-                self._cancel(id, route)
             answers.close()
 
     async def _begin(
@@ -242,17 +230,6 @@ class Backend:
             self._kept_bytes -= size
         return await answers.next()
 
-    def _cancel(self, id: str, route: Headers) -> None:
-        task = asyncio.create_task(self._send_cancel(id, route))
-        self._cancels.add(task)
-        task.add_done_callback(self._cancels.discard)
-
-    async def _send_cancel(self, id: str, route: Headers) -> None:
-        try:
-            await self._control("cancel", id, route)
-        except ApiError as error:
-            log.warning("could not cancel request %s: %s", id, error.message)
-
     async def describe(self) -> dict[str, Any]:
         """Return the server's description, cached for `DESCRIPTION_SECONDS`. Calls at the same time
         share one request, and its error. Raises ApiError.
@@ -263,7 +240,7 @@ class Backend:
             result = self._last_description(began)
             if result is None:
                 try:
-                    result = json.loads((await self._control("describe"))["details"][0])
+                    result = await self._ask_description()
                 except ApiError as error:
                     result = error
                 self._described = loop.time(), result
@@ -278,12 +255,12 @@ class Backend:
         oldest = began if isinstance(result, ApiError) else began - DESCRIPTION_SECONDS
         return result if at >= oldest else None
 
-    async def _control(self, flag: str, id: str = "", route: Headers = ()) -> dict[str, Any]:
-        request = service_pb2.ModelInferRequest(model_name=MODEL, id=id)
-        request.inputs.add(name=flag, datatype="BOOL", shape=[1])
+    async def _ask_description(self) -> dict[str, Any]:
+        request = service_pb2.ModelInferRequest(model_name=MODEL)
+        request.inputs.add(name="describe", datatype="BOOL", shape=[1])
         request.raw_input_contents.append(b"\x01")
         request.parameters["triton_enable_empty_final_response"].bool_param = True
-        call = self._stream(timeout=CONTROL_SECONDS, metadata=route)
+        call = self._stream(timeout=CONTROL_SECONDS)
         try:
             await call.write(request.SerializeToString())
             await call.done_writing()
@@ -292,7 +269,7 @@ class Backend:
                 raise ApiError("UNAVAILABLE", "the V-LoRA server sent no answer")
             if message.error_message:
                 raise from_server(from_message(message.error_message), ())
-            return outputs_of(message.infer_response)
+            return dict(json.loads(outputs_of(message.infer_response)["details"][0]))
         except grpc.aio.AioRpcError as error:
             raise from_grpc(error) from None
         finally:

@@ -172,6 +172,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 # Paths that need no key, with everything below them. They reveal nothing and cost little.
 OPEN_PATHS = ("/health", "/playground")
+CORS = b"access-control-allow-origin"
 API = "/v1/"  # Prefix of the paths that count toward a tenant's rate limit.
 
 
@@ -272,16 +273,18 @@ class Door:
         started = time.monotonic()
         status = 499
         body = BodyReceiver(scope["headers"], receive)
+        origin = dict(scope["headers"]).get(b"origin", b"")
 
         async def sending(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 await body.discard_rest()
                 status = message["status"]
-                message["headers"] = [
-                    *message.get("headers", ()),
-                    (b"x-request-id", visit.id.encode()),
-                ]
+                headers = [*message.get("headers", ()), (b"x-request-id", visit.id.encode())]
+                # Otherwise, the page could not read errors, which this class or Starlette sends.
+                if origin.decode("latin-1") in self.origins and CORS not in dict(headers):
+                    headers += [(CORS, origin), (b"vary", b"Origin")]
+                message["headers"] = headers
             await send(message)
 
         self.metrics.running.inc()
@@ -290,12 +293,7 @@ class Door:
                 self._check(scope, visit)
             except ApiError as error:
                 visit.code = error.code
-                response = error_response(error)
-                origin = dict(scope["headers"]).get(b"origin", b"").decode("latin-1")
-                if origin in self.origins:  # Otherwise, the page could not read the error.
-                    response.headers["access-control-allow-origin"] = origin
-                    response.headers["vary"] = "Origin"
-                await response(scope, body, sending)
+                await error_response(error)(scope, body, sending)
             else:
                 await self.app(scope, body, sending)
         finally:

@@ -15,8 +15,8 @@ from typing import Any
 
 from vlora.errors import nearest, shown
 from vlora.gateway.errors import invalid, unsupported, wrong_value
+from vlora.tasks import RAW_TASK
 from vlora.vision.chat_template import PLACEHOLDER, join_parts
-from vlora.vision.prompts import RAW_TASK
 
 # OpenAI's roles, with those of chat templates.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}

@@ -16,7 +16,7 @@ from vlora.gateway.messages import MAX_HINT_LENGTH, Conversation, check_keys, re
 from vlora.sampling import KNOWN_KEYS, REFUSED
 from vlora.strict_json import Range, is_text, load_object
 from vlora.structured.structure import KINDS, MAX_DEPTH, STRUCTURE_KEYS
-from vlora.vision.prompts import RAW_TASK
+from vlora.tasks import RAW_TASK
 
 # Maximum number of commas in a body. It limits the number of values, which take time to check.
 MAX_COMMAS = 1 << 18

@@ -23,10 +23,11 @@ from vlora.adapters.files import WEIGHTS
 from vlora.generation.examples import Example
 from vlora.generation.spec import Item, Training
 from vlora.model.tokenizer import control_tokens
+from vlora.tasks import TASKS
 from vlora.vision.chat_template import ChatTemplate
 from vlora.vision.families.base import PROCESSOR_BACKEND
 from vlora.vision.pictures import open_file
-from vlora.vision.prompts import TASKS, render
+from vlora.vision.prompts import render
 
 IGNORED = -100
 # Longest row of a batch, divided by its shortest. Longer rows get another batch, so that questions

@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from vlora.errors import InvalidArgument, nearest, shown
 from vlora.strict_json import load_object
 from vlora.strict_yaml import Float, Int, StrictModel, describe, load_yaml
-from vlora.vision.prompts import TASKS
+from vlora.tasks import TASKS
 
 MAX_SPEC_BYTES = 1 << 20
 TRAINED_TASKS = tuple(task for task, spec in TASKS.items() if spec.instruction is not None)

@@ -161,6 +161,8 @@ def signals_interrupt() -> Iterator[None]:
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signals.add(signal.SIGHUP)
     before = {number: signal.signal(number, interrupt) for number in signals}
+    # Restarts replicas, which handle it themselves. It must not end a server that has none.
+    before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda *_: None)
     try:
         yield
     finally:

@@ -9,21 +9,23 @@ checks the result.
 from __future__ import annotations
 
 import math
+import os
 import pickle
 import re
 import resource
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import psutil
 import torch
 from safetensors.torch import save_file
 
-from vlora.adapters.errors import ErrorFactory, read_json, require_file
+from vlora.adapters.errors import ErrorFactory, open_file, read_json
 from vlora.adapters.files import (
     CONFIG,
     MAX_ADAPTER_BYTES,
@@ -71,12 +73,13 @@ class PickledTensors:
 
     def __init__(self, path: Path, invalid: ErrorFactory) -> None:
         """Read the file. Raises InvalidArgument for anything but dense floats of a legal size."""
-        require_file(path, invalid)
-        self._tensors = _unpickle(path, invalid)
+        with open_file(path, invalid) as file:
+            size = os.fstat(file.fileno()).st_size
+            self._tensors = _unpickle(file, size, invalid)
         self.shapes = {key: tuple(tensor.shape) for key, tensor in self._tensors.items()}
         # With strides of 0, a small file can declare a large tensor.
         declared = sum(4 * tensor.numel() for tensor in self._tensors.values())
-        if declared > max(MAX_ADAPTER_BYTES, 4 * path.stat().st_size):
+        if declared > max(MAX_ADAPTER_BYTES, 4 * size):
             raise invalid(
                 f"declares tensors of {declared} bytes in fp32; the limit is {MAX_ADAPTER_BYTES}"
             )
@@ -108,18 +111,20 @@ def _limited_memory(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-def _unpickle(path: Path, invalid: ErrorFactory) -> dict[str, torch.Tensor]:
+def _unpickle(file: BinaryIO, size: int, invalid: ErrorFactory) -> dict[str, torch.Tensor]:
     # An archive may unpack to any size, and other readers may find other members in it than torch.
-    memory = 2 * path.stat().st_size + READER_BYTES
+    memory = 2 * size + READER_BYTES
     try:
         # This restricted reader makes tensors and runs no code.
-        with _limited_memory(memory):
-            content: Any = torch.load(path, map_location="cpu", weights_only=True)
+        with _limited_memory(memory), warnings.catch_warnings(action="ignore"):
+            content: Any = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         found = _GLOBAL.search(str(error))
         what = f"the code '{found[1]}'" if found else "objects other than tensors"
         raise invalid(f"holds {what}, which is never run; only tensors are read") from None
     except Exception as error:  # The reader may raise any type if the file is not a pickle.
+        if "weights_only" in str(error):  # torch advises to run the file.
+            raise invalid("holds a program, which is never run; only tensors are read") from None
         reason = f"{type(error).__name__}: {error}"
         raise invalid(f"cannot be read as tensors in {memory} bytes of memory: {reason}") from error
     if not isinstance(content, Mapping):

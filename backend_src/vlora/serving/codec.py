@@ -20,9 +20,10 @@ from vlora.sampling import ADAPTER_KEY, KNOWN_KEYS, SamplingParams, is_known
 from vlora.serving.tensors import Inputs, Tensors
 from vlora.strict_json import load_object
 from vlora.structured.structure import MAX_DEPTH, STRUCTURE_KEYS
+from vlora.tasks import AUTO_TASK, CHAT_TASK, TASKS
 from vlora.vision.chat_template import Chat, ChatTemplate
 from vlora.vision.images import check_count
-from vlora.vision.prompts import AUTO_TASK, CHAT_TASK, TASKS, render
+from vlora.vision.prompts import render
 
 if TYPE_CHECKING:
     from vlora.adapters.files import AdapterInfo

@@ -36,8 +36,8 @@ from vlora.serving.codec import (
 )
 from vlora.serving.service import ServedRequest, Service
 from vlora.serving.tensors import Tensors, bytes_of, strings
+from vlora.tasks import TASKS
 from vlora.vision.chat_template import ChatTemplate
-from vlora.vision.prompts import TASKS
 
 if TYPE_CHECKING:
     from vlora.adapters.catalog import NameTable

@@ -29,6 +29,8 @@ REGEX_ERROR = re.compile(r"regex parse error:\n *(.*)\n[ ^]*\nerror: (.*)")
 # Literals and comments of llguidance's dialect of Lark. Elsewhere, `<` begins a special token.
 LITERAL = re.compile(r'"(?:\\.|[^"\\])*"|/(?![/*])(?:\\.|[^/\\\n])+/|(?://|#)[^\n]*', re.DOTALL)
 SCHEMA = re.compile(rf"{LITERAL.pattern}|(%json)\s*", re.DOTALL)
+OPTIONS = re.compile(r"%llguidance(?!\s*\{\s*\})")  # Options; `{}` only names the dialect.
+ENDLESS = "does a rule, or a '$ref', lead only to itself?"
 STACK_BYTES = 8 * 1024**2  # A process whose recursion needs more is ended.
 
 
@@ -188,13 +190,16 @@ def _grammar(kind: str, text: str) -> str:
 def _prepared_lark(text: str) -> str:
     """Return a grammar, its JSON schemas made ready for the compiler (`schema.prepared`).
 
-    Raises ValueError if the grammar can produce special tokens, and RecursionError for a schema
-    that is nested too deeply.
+    Raises ValueError if the grammar can produce special tokens or sets options, and RecursionError
+    for a schema that is nested too deeply.
     """
     if text.lstrip().startswith("{"):
         raise ValueError("a grammar must be Lark, not JSON")
-    if "<" in LITERAL.sub(" ", text):
+    bare = LITERAL.sub(" ", text)
+    if "<" in bare:
         raise ValueError("special tokens such as <[3]> cannot be in a grammar; quote a text")
+    if OPTIONS.search(bare):
+        raise ValueError("'%llguidance' would replace the server's options; leave it out")
     pieces, end = [], 0
     for found in filter(itemgetter(1), SCHEMA.finditer(text)):
         _, after = json.JSONDecoder().raw_decode(text, found.end())
@@ -204,6 +209,8 @@ def _prepared_lark(text: str) -> str:
 
 
 def _one_line(message: str) -> bytes:
+    if "NoExtensionBias" in message:
+        message = f"nothing may follow here; {ENDLESS}"
     if found := REGEX_ERROR.search(message):
         message = f"invalid regex: {found[2]} in /{found[1]}/"
     line = message.replace("<non-verbose/>", "").strip().split("\n")[0]

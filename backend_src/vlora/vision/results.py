@@ -34,7 +34,7 @@ from vlora.errors import InvalidArgument
 from vlora.model.multimodal import PIXEL_BOXES
 from vlora.request import IntArray
 from vlora.strict_json import load_object
-from vlora.vision.prompts import TASKS
+from vlora.tasks import TASKS
 
 SCHEMA_VERSION = "1"
 SCHEMA_PATH = Path(__file__).with_name("result.schema.json")

@@ -6,9 +6,11 @@ take memory in addition to its slab. Callers turn exceptions into errors that na
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
@@ -25,9 +27,22 @@ FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F
 MAX_BUFFERS = 1024  # Maximum number of buffers per call of `preadv` (IOV_MAX).
 
 
-def open_tensors(path: Path) -> Any:
-    """Open a file. Raise SafetensorError or OSError if it cannot be read or is not complete."""
-    return safe_open(path, framework="pt", backend="pread")
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file. Raise OSError for a pipe or a device, whose reading might never end."""
+    # Opening a device may have effects. After the first check, the path may become a pipe.
+    if stat.S_ISREG(path.stat().st_mode):
+        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            return file
+        file.close()
+    raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+def open_tensors(file: BinaryIO) -> Any:
+    """Open the tensors of an open file. Raise SafetensorError or OSError if it cannot be read or is
+    not complete.
+    """
+    return safe_open(f"/proc/self/fd/{file.fileno()}", framework="pt", backend="pread")
 
 
 def read_header(file: BinaryIO) -> bytes:
@@ -136,17 +151,14 @@ class ReadPlan:
 
 def _read_into(path: Path, parts: Sequence[memoryview | int]) -> None:
     # A number in `parts` is a number of bytes to skip.
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with open_regular(path) as file:
         offset, contiguous = 0, list[memoryview]()
         for part in (*parts, 0):
             if isinstance(part, memoryview):
                 contiguous.append(part)
             else:
-                offset = _fill(descriptor, offset, contiguous) + part
+                offset = _fill(file.fileno(), offset, contiguous) + part
                 contiguous = []
-    finally:
-        os.close(descriptor)
 
 
 def _fill(descriptor: int, offset: int, buffers: Sequence[memoryview]) -> int:
