@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from typer.testing import CliRunner
 
 from vlora.cli import app
-from vlora.errors import InvalidArgument
+from vlora.errors import InvalidArgument, ServerError
 from vlora.load import figures
 from vlora.load.contents import Content, ContentMaker, TokenCount
 from vlora.load.run import Asking, Measurement, Record, measure_tokens, send
-from vlora.load.targets import Answer, Question, RequestFailed
+from vlora.load.targets import Answer, Question, RequestFailed, TritonTarget
 from vlora.load.trace import AZURE, TracedRequest, Traffic, adapter_shares
+from vlora.net import Tls, load_grpc_stubs
 
+service_pb2, service_pb2_grpc = load_grpc_stubs()
 HEAD = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 
 
@@ -189,6 +193,39 @@ def test_figures_count_from_the_scheduled_times_and_errors_miss_their_deadlines(
     assert figures.by_adapter(records)["a"]["errors"] == {}
 
 
+class Described(service_pb2_grpc.GRPCInferenceServiceServicer):
+    """Has every model, with the input that a load needs."""
+
+    def ModelMetadata(self, request: Any, context: Any) -> Any:  # noqa: N802
+        text = service_pb2.ModelMetadataResponse.TensorMetadata(name="text_input")
+        return service_pb2.ModelMetadataResponse(name=request.name, inputs=[text])
+
+
+def test_a_server_with_tls_is_measured_by_the_name_in_its_certificate(
+    key_and_certificate: tuple[Path, Path],
+) -> None:
+    key, ca = key_and_certificate
+    server = grpc.server(ThreadPoolExecutor(2))
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(Described(), server)
+    pair = (key.read_bytes(), ca.read_bytes())
+    port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([pair]))
+
+    async def connect(tls: Tls | None) -> None:
+        target = TritonTarget(f"127.0.0.1:{port}", "lmm", tls)
+        try:
+            await target.open()
+        finally:
+            await target.close()
+
+    server.start()
+    try:
+        asyncio.run(connect(Tls(ca, "vlora")))
+        with pytest.raises(ServerError, match="no server answers"):
+            asyncio.run(connect(None))
+    finally:
+        server.stop(0).wait()
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -198,6 +235,8 @@ def test_figures_count_from_the_scheduled_times_and_errors_miss_their_deadlines(
         (["--adapters", "@none.txt"], "none.txt"),
         (["--zipf", "1"], "--hot, --zipf and --base-share need --adapters NAMES"),
         (["--send-deadline"], "--send-deadline needs --deadline-ms MS"),
+        (["--tls-name", "a"], "--tls-name, --tls-key and --tls-certificate need --tls-ca FILE"),
+        (["--tls-ca", "none.crt"], "none.crt cannot be read; the options --tls-… name PEM files"),
         (["--grpc", "here"], "--grpc takes HOST:PORT, as in 127.0.0.1:8001, not 'here'"),
         (["--openai", "here"], "--openai takes a URL, as in http://127.0.0.1:8080/v1, not 'here'"),
         (["--json", "none/a.json"], "none/a.json cannot be written"),

@@ -184,7 +184,7 @@ class Replicas(Addressed):
         )
         self._say = say
         self._cores = shares_of(sorted(os.sched_getaffinity(0)), count, "cores")
-        self._gpus = shares_of(_gpus(), count, "GPUs") if on_gpus and gpu_count() else []
+        self._gpus = shares_of(_gpus(), count, "GPUs") if on_gpus else []
         # Replicas that a rolling restart has left; None if none was asked for.
         self._to_restart: list[Replica] | None = None
         self._proxy: subprocess.Popen[bytes] | None = None

@@ -18,6 +18,7 @@ from vlora.load.contents import Content
 from vlora.net import (
     GRPC_ADDRESS,
     MAX_PORT,
+    Tls,
     grpc_options,
     load_grpc_stubs,
     outputs_of,
@@ -93,18 +94,22 @@ def _header(adapter: str | None) -> list[tuple[str, str]]:
 class TritonTarget:
     """A model of a Triton server that has the vLLM backend's inputs, at HOST:PORT of its gRPC."""
 
-    def __init__(self, address: str, model: str) -> None:
+    def __init__(self, address: str, model: str, tls: Tls | None = None) -> None:
         parts = GRPC_ADDRESS.fullmatch(address)
         if parts is None or int(parts[1]) > MAX_PORT:
             raise ServerError(f"--grpc takes HOST:PORT, as in 127.0.0.1:8001, not '{address}'")
-        self._address, self._model = address, model
+        self._address, self._model, self._tls = address, model, tls
         self._inputs: set[str] = set()
         self._outputs: list[str] = []
 
     async def open(self) -> None:
         limits = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
-        options = (*limits, *grpc_options(self._address))
-        self._channel = grpc.aio.insecure_channel(self._address, options)
+        options = (*limits, *grpc_options(self._address, self._tls))
+        if self._tls is None:
+            self._channel = grpc.aio.insecure_channel(self._address, options)
+        else:
+            credentials = self._tls.credentials()
+            self._channel = grpc.aio.secure_channel(self._address, credentials, options)
         self._stream = self._channel.stream_stream(
             STREAM,
             request_serializer=service_pb2.ModelInferRequest.SerializeToString,
