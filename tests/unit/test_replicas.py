@@ -110,6 +110,29 @@ def test_a_replica_that_breaks_is_started_again(
     assert replica.error is None
 
 
+def test_a_replica_outlives_a_full_disk(
+    both: Any,
+    made: list[FakeServer],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    def full(folder: Path, servers: Any) -> None:
+        raise OSError("no space is left on the device")
+
+    first, second = both.replicas
+    monkeypatch.setattr(FakeServer, "fails_to_open", True)
+    with monkeypatch.context() as disk:
+        disk.setattr(envoy, "write_servers", full)
+        first.server.breaks = True
+        until(lambda: len(made) > 2 and both._unwritten)
+    monkeypatch.setattr(FakeServer, "fails_to_open", False)
+    until(lambda: first.status is Status.SERVING)
+    assert second.status is Status.SERVING
+    both._write()
+    assert not both._unwritten
+    assert (tmp_path / "servers_grpc.yaml").read_text().count('"HEALTHY"') == 2
+
+
 @pytest.fixture
 def both(made: list[FakeServer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     monkeypatch.setattr(envoy, "program", lambda: Path("envoy"))
