@@ -60,7 +60,12 @@ def two_replicas(
     for name in ("http", "grpc", "metrics"):
         command += [f"--{name}-port", "0"]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=folder,
+        start_new_session=True,  # So that Ctrl-C in the terminal does not end it.
     )
     started = Serving(process)
     try:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -200,30 +202,56 @@ class Described(service_pb2_grpc.GRPCInferenceServiceServicer):
         text = service_pb2.ModelMetadataResponse.TensorMetadata(name="text_input")
         return service_pb2.ModelMetadataResponse(name=request.name, inputs=[text])
 
+    def ModelInfer(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return service_pb2.ModelInferResponse(id="first")
+
+
+@contextmanager
+def described(credentials: grpc.ServerCredentials | None = None) -> Iterator[str]:
+    """Yield the address of a server, with TLS if it has credentials."""
+    server = grpc.server(ThreadPoolExecutor(2))
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(Described(), server)
+    at = "127.0.0.1:0"
+    port = server.add_secure_port(at, credentials) if credentials else server.add_insecure_port(at)
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(0).wait()
+
 
 def test_a_server_with_tls_is_measured_by_the_name_in_its_certificate(
     key_and_certificate: tuple[Path, Path],
 ) -> None:
     key, ca = key_and_certificate
-    server = grpc.server(ThreadPoolExecutor(2))
-    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(Described(), server)
-    pair = (key.read_bytes(), ca.read_bytes())
-    port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([pair]))
 
-    async def connect(tls: Tls | None) -> None:
-        target = TritonTarget(f"127.0.0.1:{port}", "lmm", tls)
+    async def connect(address: str, tls: Tls | None) -> None:
+        target = TritonTarget(address, "lmm", tls)
         try:
             await target.open()
         finally:
             await target.close()
 
-    server.start()
-    try:
-        asyncio.run(connect(Tls(ca, "vlora")))
+    pair = (key.read_bytes(), ca.read_bytes())
+    with described(grpc.ssl_server_credentials([pair])) as address:
+        asyncio.run(connect(address, Tls(ca, "vlora")))
         with pytest.raises(ServerError, match="no server answers"):
-            asyncio.run(connect(None))
-    finally:
-        server.stop(0).wait()
+            asyncio.run(connect(address, None))
+
+
+def test_the_answer_of_another_request_is_an_error() -> None:
+    async def ask(address: str) -> None:
+        target = TritonTarget(address, "lmm_unary", unary=True)
+        await target.open()
+        try:
+            await target.ask(Question(Content("a"), None, id="first"), Answer())
+            with pytest.raises(RequestFailed, match="request 'first'"):
+                await target.ask(Question(Content("a"), None, id="second"), Answer())
+        finally:
+            await target.close()
+
+    with described() as address:
+        asyncio.run(ask(address))
 
 
 @pytest.mark.parametrize(
