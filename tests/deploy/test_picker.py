@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -162,14 +163,15 @@ def address_of(port: int) -> dict[str, Any]:
 
 @pytest.fixture
 def servers(checkpoint: Path, adapters_dir: Path, tmp_path: Path) -> Iterator[list[TritonServer]]:
+    """Yield a server for each of NAMES, which has only this adapter."""
     with ExitStack() as stack:
-        paths = {"model": str(checkpoint), "adapters": str(adapters_dir)}
-        yield [
-            stack.enter_context(
-                serving(ServerOptions(model_json=paths, log=tmp_path / f"server-{number}.log"))
-            )
-            for number in range(2)
-        ]
+        started = []
+        for name in NAMES:
+            shutil.copytree(adapters_dir / name, tmp_path / f"only-{name}" / name)
+            paths = {"model": str(checkpoint), "adapters": str(tmp_path / f"only-{name}")}
+            options = ServerOptions(model_json=paths, log=tmp_path / f"{name}.log")
+            started.append(stack.enter_context(serving(options)))
+        yield started
 
 
 def ask(url: str, adapter: str) -> None:
@@ -192,16 +194,14 @@ def test_requests_go_where_the_picker_finds_their_adapter(
     with kit.running(command, tmp_path / "envoy.log"):
         try:
             for server, name in zip(servers, NAMES, strict=True):
-                ask(server.grpc_url, name)
                 until(lambda at=server, name=name: loaded_adapters(at.metrics_url) == [name])
             with grpcclient.InferenceServerClient(url) as client:
                 until(lambda: is_live(client))
+            # The other server would refuse the adapter.
             for name in (*NAMES, *reversed(NAMES)) * 3:
                 ask(url, name)
         finally:
             picker.stop()
-    # Had a server got a request of the other adapter, it would have loaded that.
-    assert [loaded_adapters(one.metrics_url) for one in servers] == [[name] for name in NAMES]
 
 
 def is_live(client: Any) -> bool:

@@ -33,7 +33,16 @@ import psutil
 
 from tests.support.polling import until
 from tests.support.replicas import Serving, two_replicas
-from tests.support.soak_clients import ADAPTERS, STOPPED, Adapters, Clients, Planned, plan
+from tests.support.soak_clients import (
+    ADAPTERS,
+    CHANGING,
+    REMOVED,
+    STOPPED,
+    Adapters,
+    Clients,
+    Planned,
+    plan,
+)
 from vlora.launcher.processes import model_processes
 from vlora.load.figures import summarize
 from vlora.load.run import Asking, Measurement, Record, send
@@ -355,6 +364,8 @@ class Soak:
             name == record.adapter and overlaps(span, *times)
             for name, *times in self.adapters.removals
         ):
+            return None
+        if code == "CHANGED" and record.adapter in (*CHANGING, *REMOVED):
             return None
         near = [one for one in self.faults.windows if overlaps(span, one.start, one.end)]
         if any(code in one.codes for one in near):

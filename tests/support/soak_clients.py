@@ -41,7 +41,9 @@ STOPPED = ("cancel", "cancel by id", "vanish")
 # Time from a change in an adapter's folder to its use: a second without a change, the pause between
 # two scans and the loading, on a busy machine.
 SEEN_SECONDS = 10.0
-NOT_HEALTHY = "is not healthy"
+# Codes of errors by words in them. A server that has just started knows no earlier version of an
+# adapter that is replaced at that moment.
+NAMED = {"is not healthy": "INTERNAL", "is being changed": "CHANGED"}
 
 
 @dataclass(frozen=True)
@@ -166,10 +168,9 @@ class Clients:
             if planned.kind in ("unary", "stream", "slow"):
                 self._check(question, answer, planned, (begun, time.perf_counter()))
         except RequestFailed as error:
-            if NOT_HEALTHY not in str(error):
-                raise
             # On a stream, Triton sends its own errors without a code.
-            raise RequestFailed("INTERNAL", str(error)) from None
+            found = [code for words, code in NAMED.items() if words in str(error)]
+            raise RequestFailed(found[0] if found else error.code, str(error)) from None
         except Exception as error:
             if isinstance(error, TimeoutError):
                 raise
