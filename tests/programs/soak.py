@@ -463,8 +463,20 @@ def soak(
     checkpoint: Path, folder: Path, seed: int, requests: int, rate: float, faults: Sequence[str]
 ) -> Iterator[Soak]:
     """Start the replicas in a folder, learn the reference answers, and yield the run."""
-    disk = folder / "disk"
-    disk.mkdir()
+    # Linux opens sockets only in folders with short paths.
+    with tempfile.TemporaryDirectory(prefix="soak-") as disk:
+        yield from _started(checkpoint, folder, Path(disk), seed, requests, rate, faults)
+
+
+def _started(
+    checkpoint: Path,
+    folder: Path,
+    disk: Path,
+    seed: int,
+    requests: int,
+    rate: float,
+    faults: Sequence[str],
+) -> Iterator[Soak]:
     before = mounting(disk)
     reason = "needs to mount a small file system, which is not allowed here"
     skipped = {name: reason for name in faults if name in OWN_MOUNTS and not before}
