@@ -93,6 +93,7 @@ class Faults:
         self.current = ""
         self.done: float | None = None
         self.error: BaseException | None = None
+        self.abandoned = threading.Event()  # Set to end a run without waiting for repairs.
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run)
 
@@ -113,7 +114,7 @@ class Faults:
             codes: Sequence[str] = ()
             try:
                 codes = FAULTS[name](self)
-                until(self._all_serve, 240, pause=0.2)
+                until(lambda: self.abandoned.is_set() or self._all_serve(), 240, pause=0.2)
             except BaseException as error:
                 self.error = error
                 return
@@ -326,6 +327,7 @@ class Soak:
             asyncio.run(self._send())
         except KeyboardInterrupt:
             self.interrupted = True
+            self.faults.abandoned.set()
         finally:
             for part in parts:
                 part.stop()
