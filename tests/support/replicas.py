@@ -34,10 +34,13 @@ class Serving:
 
     def wait_for(self, words: str, count: int = 1) -> None:
         def found() -> bool:
-            assert self.process.poll() is None, "\n".join(self.lines)
+            assert self.process.poll() is None, "the launcher has ended"
             return sum(words in line for line in self.lines) >= count
 
-        until(found, START_SECONDS, pause=0.1)
+        try:
+            until(found, START_SECONDS, pause=0.1)
+        except AssertionError as error:
+            raise AssertionError("\n".join([f"{words}: {error}", *self.lines])) from None
 
     def address(self, name: str) -> str:
         (found,) = (one[1] for line in self.lines if (one := re.match(rf"{name} +(\S+)", line)))
