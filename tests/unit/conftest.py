@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,3 +37,16 @@ def vocabulary(tokenizer: Any) -> Any:
     from vlora.model.tokenizer import Vocabulary
 
     return Vocabulary(tokenizer)
+
+
+@pytest.fixture
+def key_and_certificate(tmp_path: Path) -> tuple[Path, Path]:
+    """Return the key and the certificate of a server with the name `vlora`."""
+    if not shutil.which("openssl"):
+        pytest.skip("makes no certificate without openssl")
+    key, certificate = tmp_path / "server.key", tmp_path / "server.crt"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=vlora"]
+    command += ["-addext", "subjectAltName=DNS:vlora"]
+    command += ["-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(command, check=True, capture_output=True)
+    return key, certificate

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import subprocess
 import sys
 import threading
@@ -116,14 +115,10 @@ async def client(address: str, answer_seconds: float = 5.0) -> AsyncIterator[Bac
         await backend.close()
 
 
-@pytest.mark.skipif(not shutil.which("openssl"), reason="makes no certificate without openssl")
 def test_a_server_with_tls_is_asked_by_the_name_in_its_certificate(
-    address: str, tmp_path: Path
+    address: str, key_and_certificate: tuple[Path, Path]
 ) -> None:
-    key, ca = tmp_path / "server.key", tmp_path / "server.crt"
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=vlora"]
-    command += ["-addext", "subjectAltName=DNS:vlora", "-keyout", str(key), "-out", str(ca)]
-    subprocess.run(command, check=True, capture_output=True)
+    key, ca = key_and_certificate
 
     async def describe(tls: Tls | None) -> Any:
         asked = Backend(address, 5.0, tls)

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from typer.testing import CliRunner
 
 from vlora.cli import app
-from vlora.errors import InvalidArgument
+from vlora.errors import InvalidArgument, ServerError
 from vlora.load import figures
 from vlora.load.contents import Content, ContentMaker, TokenCount
 from vlora.load.run import Asking, Measurement, Record, measure_tokens, send
-from vlora.load.targets import Answer, Question, RequestFailed
+from vlora.load.targets import Answer, Question, RequestFailed, TritonTarget
 from vlora.load.trace import AZURE, TracedRequest, Traffic, adapter_shares
+from vlora.net import Tls, load_grpc_stubs
 
+service_pb2, service_pb2_grpc = load_grpc_stubs()
 HEAD = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 
 
@@ -189,6 +195,65 @@ def test_figures_count_from_the_scheduled_times_and_errors_miss_their_deadlines(
     assert figures.by_adapter(records)["a"]["errors"] == {}
 
 
+class Described(service_pb2_grpc.GRPCInferenceServiceServicer):
+    """Has every model, with the input that a load needs."""
+
+    def ModelMetadata(self, request: Any, context: Any) -> Any:  # noqa: N802
+        text = service_pb2.ModelMetadataResponse.TensorMetadata(name="text_input")
+        return service_pb2.ModelMetadataResponse(name=request.name, inputs=[text])
+
+    def ModelInfer(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return service_pb2.ModelInferResponse(id="first")
+
+
+@contextmanager
+def described(credentials: grpc.ServerCredentials | None = None) -> Iterator[str]:
+    """Yield the address of a server, with TLS if it has credentials."""
+    server = grpc.server(ThreadPoolExecutor(2))
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(Described(), server)
+    at = "127.0.0.1:0"
+    port = server.add_secure_port(at, credentials) if credentials else server.add_insecure_port(at)
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(0).wait()
+
+
+def test_a_server_with_tls_is_measured_by_the_name_in_its_certificate(
+    key_and_certificate: tuple[Path, Path],
+) -> None:
+    key, ca = key_and_certificate
+
+    async def connect(address: str, tls: Tls | None) -> None:
+        target = TritonTarget(address, "lmm", tls)
+        try:
+            await target.open()
+        finally:
+            await target.close()
+
+    pair = (key.read_bytes(), ca.read_bytes())
+    with described(grpc.ssl_server_credentials([pair])) as address:
+        asyncio.run(connect(address, Tls(ca, "vlora")))
+        with pytest.raises(ServerError, match="no server answers"):
+            asyncio.run(connect(address, None))
+
+
+def test_the_answer_of_another_request_is_an_error() -> None:
+    async def ask(address: str) -> None:
+        target = TritonTarget(address, "lmm_unary", unary=True)
+        await target.open()
+        try:
+            await target.ask(Question(Content("a"), None, id="first"), Answer())
+            with pytest.raises(RequestFailed, match="request 'first'"):
+                await target.ask(Question(Content("a"), None, id="second"), Answer())
+        finally:
+            await target.close()
+
+    with described() as address:
+        asyncio.run(ask(address))
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -198,6 +263,8 @@ def test_figures_count_from_the_scheduled_times_and_errors_miss_their_deadlines(
         (["--adapters", "@none.txt"], "none.txt"),
         (["--zipf", "1"], "--hot, --zipf and --base-share need --adapters NAMES"),
         (["--send-deadline"], "--send-deadline needs --deadline-ms MS"),
+        (["--tls-name", "a"], "--tls-name, --tls-key and --tls-certificate need --tls-ca FILE"),
+        (["--tls-ca", "none.crt"], "none.crt cannot be read; the options --tls-… name PEM files"),
         (["--grpc", "here"], "--grpc takes HOST:PORT, as in 127.0.0.1:8001, not 'here'"),
         (["--openai", "here"], "--openai takes a URL, as in http://127.0.0.1:8080/v1, not 'here'"),
         (["--json", "none/a.json"], "none/a.json cannot be written"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -109,6 +110,29 @@ def test_a_replica_that_breaks_is_started_again(
     assert replica.error is None
 
 
+def test_a_replica_outlives_a_full_disk(
+    both: Any,
+    made: list[FakeServer],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    def full(folder: Path, servers: Any) -> None:
+        raise OSError("no space is left on the device")
+
+    first, second = both.replicas
+    monkeypatch.setattr(FakeServer, "fails_to_open", True)
+    with monkeypatch.context() as disk:
+        disk.setattr(envoy, "write_servers", full)
+        first.server.breaks = True
+        until(lambda: len(made) > 2 and both._unwritten)
+    monkeypatch.setattr(FakeServer, "fails_to_open", False)
+    until(lambda: first.status is Status.SERVING)
+    assert second.status is Status.SERVING
+    both._write()
+    assert not both._unwritten
+    assert (tmp_path / "servers_grpc.yaml").read_text().count('"HEALTHY"') == 2
+
+
 @pytest.fixture
 def both(made: list[FakeServer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     monkeypatch.setattr(envoy, "program", lambda: Path("envoy"))
@@ -172,6 +196,20 @@ def test_replicas_share_cores_and_refuse_what_they_cannot_do(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("long" * 20)))
     with pytest.raises(ServerError, match="set TMPDIR to a shorter one"):
         Replicas(ServerOptions(), 2, print, on_gpus=False).run(lambda one, seconds: None)
+
+
+def test_replicas_that_do_not_fit_the_memory_are_refused_with_the_sizes(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(envoy, "find_program", lambda: Path("envoy"))
+    monkeypatch.setattr(replicas, "shares_of", lambda items, count, name: [items] * count)
+    command = ["serve", "--replicas", "2", "--model", str(checkpoint), "--http-port", "0"]
+    command += ["--grpc-port", "0", "--metrics-port", "0", "--set", "kv_cache_tokens=1000000000"]
+    refused = CliRunner().invoke(app, command)
+    assert refused.exit_code == 1
+    found = re.search(r"needs about ([\d.]+) GiB of memory, and ([\d.]+) GiB are", refused.output)
+    assert found, refused.output
+    assert float(found[1]) > float(found[2])
 
 
 def test_a_command_writes_the_files_of_envoy_for_several_hosts(tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ from vlora.cli.common import (
     print_plain,
     report_errors,
 )
+from vlora.cli.gateway import tls_options
+from vlora.cli.probe import TlsCa, TlsCertificate, TlsKey, TlsName
 from vlora.errors import InvalidArgument, ServerError
 
 if TYPE_CHECKING:
@@ -129,6 +131,10 @@ def load(
     grpc: Grpc = "127.0.0.1:8001",
     openai: OpenAi = None,
     key: Key = None,
+    tls_ca: TlsCa = None,
+    tls_name: TlsName = None,
+    tls_key: TlsKey = None,
+    tls_certificate: TlsCertificate = None,
     model: Model = None,
     workload: Kind = "text",
     rate: Rate = 1.0,
@@ -168,6 +174,7 @@ def load(
         _check(json_file, picture, openai)
         # Imported here because they import numpy, gRPC and more.
         from vlora.load.run import Asking, Measurement
+        from vlora.load.targets import OpenAiTarget, TritonTarget
         from vlora.load.trace import Traffic
 
         if not adapters and (hot or zipf or base_share):
@@ -184,7 +191,12 @@ def load(
         trace = traffic.draw(seed)
         sampling = {"deadline_ms": deadline} if send_deadline else {}
         asking = Asking(names, sampling, task, f"load-{seed}" if supersede else None, timeout)
-        target = _target(grpc, openai, key, model)
+        target: Target
+        if openai is None:
+            tls = tls_options(tls_ca, tls_name, tls_key, tls_certificate)
+            target = TritonTarget(grpc, model or "lmm", tls)
+        else:
+            target = OpenAiTarget(openai, model or "base", key)
         measurement = Measurement.of(trace, names)
         pictures = {"images": images, "frames": frames or clip, "side": image_size}
         interrupted = _run(target, asking, trace, measurement, seed, pictures)
@@ -252,14 +264,6 @@ def _shape(
     if workload == "text" and (is_file or arrivals in AZURE):
         return prompt, output, 0
     return prompt or shape.prompt, output or shape.output, shape.frames
-
-
-def _target(grpc: str, openai: str | None, key: str | None, model: str | None) -> Target:
-    from vlora.load.targets import OpenAiTarget, TritonTarget
-
-    if openai is not None:
-        return OpenAiTarget(openai, model or "base", key)
-    return TritonTarget(grpc, model or "lmm")
 
 
 def _run(

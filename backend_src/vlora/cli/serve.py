@@ -6,8 +6,12 @@ import json
 import os
 import shlex
 import time
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,7 +43,7 @@ from vlora.launcher.replicas import Replicas
 from vlora.launcher.repository import GRACE_SECONDS, STANDARD_OUTPUT, ServerOptions
 from vlora.launcher.server import TritonServer
 from vlora.launcher.supervisor import RestartPolicy, Supervisor
-from vlora.model.folder_checks import check_device, check_folder
+from vlora.model.folder_checks import check_device, check_folder, gpu_count
 from vlora.model.multimodal import takes_images
 from vlora.net import LOOPBACK, check_ports, raise_file_limit
 
@@ -47,6 +51,7 @@ app = typer.Typer(add_completion=False)
 
 # File in the working directory that the printed command sends to a model of the user.
 OWN_PICTURE = "picture.png"
+GIB = 1 << 30
 
 
 Host = Annotated[str, option("ADDRESS", "IP address to listen on; 0.0.0.0 opens all networks.")]
@@ -189,8 +194,11 @@ def serve(
         )
         runner: Supervisor | Replicas
         if replicas > 1:
-            on_gpus = options.device != "cpu"
+            on_gpus = options.device != "cpu" and gpu_count() > 0
             runner = Replicas(server_options, replicas, print_lines, on_gpus=on_gpus)
+            # An engine on a GPU checks the GPU's memory itself.
+            if not on_gpus:
+                _check_memory(configured, replicas)
         else:
             policy = RestartPolicy() if restart else None
             runner = Supervisor(server_options, print_lines, policy)
@@ -202,10 +210,33 @@ def serve(
             runner.run(partial(_announce, options, gateway))
 
 
-def _cache_shares(options: Options, replicas: int) -> dict[str, int]:
+def _cache_shares(options: Options, replicas: int) -> dict[str, Any]:
     """Return the options for the sizes of caches, which the replicas of a machine share."""
     names = ("adapter_host_bytes", "feature_cache_bytes") if replicas > 1 else ()
     return {name: getattr(options, name) // replicas for name in names}
+
+
+def _check_memory(configured: common.Configuration, replicas: int) -> None:
+    """Raise ServerError if the replicas do not fit the memory that is left."""
+    options = replace(configured.options, **_cache_shares(configured.options, replicas))
+    # In a process of its own, because torch needs memory as long as it is imported.
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        needed, left = pool.submit(_memory, options, configured.names, replicas).result()
+    if left is not None and needed > left:
+        raise ServerError(
+            f"--replicas {replicas} needs about {needed / GIB:.1f} GiB of memory, and"
+            f" {left / GIB:.1f} GiB are left; use fewer replicas, or reduce 'kv_cache_tokens' or"
+            " 'adapter_pool_bytes' (`vlora capacity` shows the memory of each)"
+        )
+
+
+def _memory(options: Options, names: Mapping[str, str], replicas: int) -> tuple[int, int | None]:
+    """Return the bytes that the replicas need, and those that are left."""
+    from vlora.device.host_memory import available_bytes
+    from vlora.engine.capacity import replicas_bytes
+
+    left = available_bytes()
+    return replicas_bytes(options, names, replicas), left
 
 
 def _check_triton_arguments(arguments: list[str]) -> None:

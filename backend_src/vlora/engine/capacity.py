@@ -271,6 +271,15 @@ def others_bytes(options: Options, private: int) -> int:
     return int(OTHER_MODELS * private) + OTHER_BYTES + tower + options.feature_cache_bytes
 
 
+def replicas_bytes(options: Options, names: Mapping[str, str], replicas: int) -> int:
+    """Return about the bytes of several servers with these options, which share their libraries."""
+    process = process_bytes(options)
+    private = private_bytes()
+    others = others_bytes(options, private)
+    each = plan(options, names, 0, private, others_bytes=others).configured_bytes
+    return process - private + replicas * each
+
+
 def _cost(name: str, packed_bytes: int, host_bytes: int, page: int) -> AdapterCost:
     return AdapterCost(name, packed_bytes, Run.length(packed_bytes, page), host_bytes)
 

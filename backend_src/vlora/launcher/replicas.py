@@ -184,11 +184,12 @@ class Replicas(Addressed):
         )
         self._say = say
         self._cores = shares_of(sorted(os.sched_getaffinity(0)), count, "cores")
-        self._gpus = shares_of(_gpus(), count, "GPUs") if on_gpus and gpu_count() else []
+        self._gpus = shares_of(_gpus(), count, "GPUs") if on_gpus else []
         # Replicas that a rolling restart has left; None if none was asked for.
         self._to_restart: list[Replica] | None = None
         self._proxy: subprocess.Popen[bytes] | None = None
         self._writing = threading.Lock()
+        self._unwritten = False
         self._folder = Path()
         self.replicas: list[Replica] = []
 
@@ -273,6 +274,16 @@ class Replicas(Addressed):
         )
 
     def _write(self) -> None:
+        """Tell Envoy the servers. If that fails, as on a full disk, `_watch` repeats it."""
+        try:
+            self._write_servers()
+            self._unwritten = False
+        except OSError as error:
+            if not self._unwritten:
+                self._say(f"Envoy cannot be told which servers are up, trying again: {error}")
+            self._unwritten = True
+
+    def _write_servers(self) -> None:
         with self._writing:
             servers = [
                 envoy.Server(
@@ -325,6 +336,8 @@ class Replicas(Addressed):
             if (end := self._envoy_end()) is not None:
                 self._say(f"{end}; starting it again")
                 self._start_envoy()
+            if self._unwritten:
+                self._write()
             self._restart_next()
         raise ServerError(failure)
 

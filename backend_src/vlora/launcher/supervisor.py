@@ -74,7 +74,7 @@ class Supervisor:
     def supervise(self, announce: Announce) -> None:
         """Serve until a KeyboardInterrupt or a failure.
 
-        Raises ServerError if the first server does not start, or if a server fails and is not
+        Raises ServerError or OSError if the first server does not start, or if one fails and is not
         restarted.
         """
         failures = 0
@@ -83,7 +83,7 @@ class Supervisor:
             try:
                 self._serve(announce)
                 return
-            except ServerError as error:
+            except (ServerError, OSError) as error:  # OSError: such as a full disk
                 if self._restart is None or not self._ready:
                     raise
                 quick = time.monotonic() - started < self._restart.quick_seconds

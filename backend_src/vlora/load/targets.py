@@ -18,6 +18,7 @@ from vlora.load.contents import Content
 from vlora.net import (
     GRPC_ADDRESS,
     MAX_PORT,
+    Tls,
     grpc_options,
     load_grpc_stubs,
     outputs_of,
@@ -59,6 +60,7 @@ class Answer:
     first: float | None = None
     prompt_tokens: int = 0
     output_tokens: int = 0
+    text: str = ""
 
     def arrive(self) -> None:
         self.first = self.first or time.perf_counter()
@@ -66,12 +68,13 @@ class Answer:
 
 @dataclass(frozen=True)
 class Question:
-    """One request. adapter: name of the adapter; None for the base model."""
+    """One request. adapter: name of the adapter; None for the base model. id: "" for none."""
 
     content: Content
     adapter: str | None
     sampling: Mapping[str, Any] = field(default_factory=dict)
     task: str | None = None
+    id: str = ""
 
 
 class Target(Protocol):
@@ -91,26 +94,35 @@ def _header(adapter: str | None) -> list[tuple[str, str]]:
 
 
 class TritonTarget:
-    """A model of a Triton server that has the vLLM backend's inputs, at HOST:PORT of its gRPC."""
+    """A model of a Triton server that has the vLLM backend's inputs, at HOST:PORT of its gRPC.
 
-    def __init__(self, address: str, model: str) -> None:
+    unary: whether to ask by unary calls, which a load balancer can repeat. `lmm` has only streams.
+    """
+
+    def __init__(
+        self, address: str, model: str, tls: Tls | None = None, *, unary: bool = False
+    ) -> None:
         parts = GRPC_ADDRESS.fullmatch(address)
         if parts is None or int(parts[1]) > MAX_PORT:
             raise ServerError(f"--grpc takes HOST:PORT, as in 127.0.0.1:8001, not '{address}'")
-        self._address, self._model = address, model
+        self._address, self._model, self._tls, self._unary = address, model, tls, unary
         self._inputs: set[str] = set()
         self._outputs: list[str] = []
 
     async def open(self) -> None:
         limits = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
-        options = (*limits, *grpc_options(self._address))
-        self._channel = grpc.aio.insecure_channel(self._address, options)
+        options = (*limits, *grpc_options(self._address, self._tls))
+        if self._tls is None:
+            self._channel = grpc.aio.insecure_channel(self._address, options)
+        else:
+            credentials = self._tls.credentials()
+            self._channel = grpc.aio.secure_channel(self._address, credentials, options)
         self._stream = self._channel.stream_stream(
             STREAM,
             request_serializer=service_pb2.ModelInferRequest.SerializeToString,
             response_deserializer=service_pb2.ModelStreamInferResponse.FromString,
         )
-        stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._stub = stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         try:
             wanted = service_pb2.ModelMetadataRequest(name=self._model)
             known = await stub.ModelMetadata(wanted, timeout=SETUP_SECONDS)
@@ -138,26 +150,42 @@ class TritonTarget:
         await self._channel.close()
 
     async def ask(self, question: Question, answer: Answer) -> None:
-        call = self._stream(metadata=_header(question.adapter))
+        request, metadata = self._request(question), _header(question.adapter)
         try:
-            await call.write(self._request(question))
+            if self._unary:
+                response = await self._stub.ModelInfer(request, metadata=metadata)
+                self._read(response, question, answer)
+            else:
+                await self._ask_stream(request, metadata, question, answer)
+        except grpc.aio.AioRpcError as error:
+            text = error.details() or ""
+            code = from_message(text).code if is_coded(text) else error.code().name
+            raise RequestFailed(code, text) from None
+
+    async def _ask_stream(
+        self, request: Any, metadata: Any, question: Question, answer: Answer
+    ) -> None:
+        call = self._stream(metadata=metadata)
+        try:
+            await call.write(request)
             await call.done_writing()
             async for message in call:
                 if text := message.error_message:
                     error = from_message(text)
                     raise RequestFailed(error.code if is_coded(text) else "ERROR", str(error))
-                self._read(message.infer_response, answer)
-        except grpc.aio.AioRpcError as error:
-            raise RequestFailed(error.code().name, error.details() or "") from None
+                self._read(message.infer_response, question, answer)
         finally:
             call.cancel()
 
-    def _read(self, response: Any, answer: Answer) -> None:
+    def _read(self, response: Any, question: Question, answer: Answer) -> None:
+        if question.id and response.id != question.id:
+            raise RequestFailed("MIXED_UP", f"the answer is that of request '{response.id}'")
         outputs = outputs_of(response)
         if not outputs:  # Only the mark of the last response.
             return
         tokens = sum(outputs.get("num_output_tokens", ()))
-        has_text = any(outputs.get("text_output", ())) or "result" in outputs
+        answer.text += (text := "".join(outputs.get("text_output", ())))
+        has_text = bool(text) or "result" in outputs
         if tokens or has_text:
             answer.arrive()
         # A model that does not count tokens sends one token in a response.
@@ -165,7 +193,7 @@ class TritonTarget:
         answer.prompt_tokens = max(answer.prompt_tokens, *outputs.get("num_input_tokens", ()), 0)
 
     def _request(self, question: Question) -> Any:
-        request = service_pb2.ModelInferRequest(model_name=self._model)
+        request = service_pb2.ModelInferRequest(model_name=self._model, id=question.id)
         content, adapter = question.content, question.adapter
         sampling = {**question.sampling, **({"lora_name": adapter} if adapter else {})}
         as_clip = "frames" in self._inputs
@@ -180,7 +208,8 @@ class TritonTarget:
             if values:
                 request.inputs.add(name=name, datatype="BYTES", shape=[len(values)])
                 request.raw_input_contents.append(b"".join(string_parts(values)))
-        for name in FLAGS.keys() & self._inputs:
+        flags = FLAGS.keys() & (self._inputs - {"stream"} if self._unary else self._inputs)
+        for name in flags:
             request.inputs.add(name=name, datatype="BOOL", shape=[1])
             request.raw_input_contents.append(bytes([FLAGS[name]]))
         for name in self._outputs:
@@ -234,6 +263,7 @@ class OpenAiTarget:
             delta = choice.get("delta") or {}
             if delta.get("content") or delta.get("reasoning_content"):
                 answer.arrive()
+                answer.text += delta.get("content") or ""
         if usage := found.get("usage"):
             answer.prompt_tokens = usage["prompt_tokens"]
             answer.output_tokens = usage["completion_tokens"]
