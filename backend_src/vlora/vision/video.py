@@ -1,0 +1,303 @@
+"""Reading of one video file: which frames a request samples, and their upright RGB pixels.
+
+- A file is MP4 or QuickTime (`mov`), Matroska or WebM, or an MPEG transport stream, with H.264,
+  H.265, VP9, AV1 or Motion JPEG. It is recognized by its first bytes, and may be base64 as in
+  `vlora.vision.pictures`. FFmpeg gets the bytes in memory and the name of the container format. It
+  opens nothing else: other formats, such as playlists, and all protocols are switched off, and
+  references to other files are not followed.
+- What a header says about the number of frames is ignored: packets are counted. Of a truncated or
+  corrupt file, the frames that can be decoded are used.
+- A frame that cannot be decoded is replaced by the one that is shown before it, as in a player.
+- Rotation and mirroring of a file's display matrix are applied. All frames have the size of the
+  first one.
+
+This module runs in a decoder process, which bounds its processor time and memory. Package `av` is
+the extra `video`, and is imported where it is used.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vlora.errors import InvalidArgument
+from vlora.vision.pictures import ByteArray, check_size, unwrap
+
+# (number of frames, frames per second, seconds) → numbers of the sampled frames, ascending.
+Sampler = Callable[[int, float, float], Sequence[int]]
+
+CONTAINERS = "MP4, MOV, Matroska, WebM and MPEG-TS"
+# Codecs by FFmpeg's names, with their names in messages.
+CODECS = {"h264": "H.264", "hevc": "H.265", "vp9": "VP9", "av1": "AV1", "mjpeg": "Motion JPEG"}
+DECODERS = "h264,hevc,vp9,libdav1d,mjpeg"  # FFmpeg's decoders of these codecs.
+DEFAULT_FPS = 24.0  # Frame rate that transformers assumes if a file does not tell it.
+MAX_PACKETS = 1_000_000  # Maximum number of packets of a file: 4 hours at 60 frames a second.
+
+
+@dataclass(frozen=True)
+class VideoSampling:
+    """Which frames of a video file a request asks for. None leaves it to the checkpoint.
+
+    num_frames: number of frames, or the maximum number of them if `fps` is given too.
+    fps: sampled frames per second.
+    do_sample_frames: False for all frames of the file. None samples if a number of frames or a rate
+        is given, and otherwise as the checkpoint's video processor does.
+    max_frames: maximum number of frames if they are sampled by a rate.
+    limit: the server's limit, above which a request is refused ('max_video_frames').
+    """
+
+    num_frames: int | None = None
+    fps: float | None = None
+    do_sample_frames: bool | None = None
+    max_frames: int | None = None
+    limit: int = 768
+
+
+@dataclass(frozen=True)
+class VideoPlan:
+    """The sampled frames of a file, before they are decoded.
+
+    width, height: size in pixels of each frame, upright.
+    indices: numbers of the sampled frames in the order in which they are shown, ascending. A number
+        may occur several times.
+    seconds: time of each sampled frame, `index / fps`, as transformers' `VideoMetadata.timestamps`.
+    fps: frames per second, the average over the file.
+    total: number of the file's frames.
+    duration: total / fps, in seconds.
+    """
+
+    width: int
+    height: int
+    indices: tuple[int, ...]
+    seconds: tuple[float, ...]
+    fps: float
+    total: int
+    duration: float
+
+
+def is_video(data: bytes) -> bool:
+    """Return whether `data` begins like a file of an accepted format. Base64 text never does."""
+    return _format_of(data) is not None
+
+
+def plan_video(data: bytes, name: str, sampler: Sampler, limit: int) -> VideoPlan:
+    """Count the frames of a file, decode the first, and return which of them are sampled.
+
+    data: the file, or base64 of it.
+    name: name of the element in error messages.
+    limit: maximum size of the file in bytes.
+
+    Raises InvalidArgument, which names the element, and MemoryError if the process has no memory
+    left.
+    """
+    with _opened(unwrap_video(data, name, limit), name) as (container, stream):
+        total, first = 0, None
+        for packet in _packets(container, stream, name):
+            total += _is_shown(packet)
+            if first is None:
+                first = next(_decoded(stream, packet), None)
+        first = first or next(_decoded(stream, None), None)
+        if first is None:
+            raise InvalidArgument(f"{name} has no frame that can be decoded")
+        rate = stream.average_rate or stream.guessed_rate or stream.base_rate
+        fps = float(rate) if rate and rate > 0 else DEFAULT_FPS
+        height, width = first.height, first.width
+        if _is_transposed(first):
+            height, width = width, height
+    try:
+        indices = tuple(map(int, sampler(total, fps, total / fps)))
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{name}: {error}") from None
+    seconds = tuple(index / fps for index in indices)
+    return VideoPlan(width, height, indices, seconds, fps, total, total / fps)
+
+
+def read_frames(data: bytes, name: str, plan: VideoPlan) -> Iterator[ByteArray]:
+    """Yield the sampled frames of a file, uint8 [height, width, 3] each, contiguous.
+
+    Raises the errors of `plan_video`.
+    """
+    wanted = list(plan.indices)
+    with _opened(unwrap_video(data, name, len(data)), name) as (container, stream):
+        last = None
+        for index, frame in enumerate(_frames(container, stream, name)):
+            last = frame
+            while wanted and wanted[0] <= index:
+                wanted.pop(0)
+                yield _to_rgb(frame, plan)
+            if not wanted:
+                return
+        if last is None:
+            raise InvalidArgument(f"{name} has no frame that can be decoded")
+        for _ in wanted:
+            yield _to_rgb(last, plan)
+
+
+def unwrap_video(data: bytes, name: str, limit: int) -> bytes:
+    """Return the file in `data`, which may be base64. Raises InvalidArgument."""
+    check_size(data, name, limit)
+    return unwrap(data, name, limit, is_video, f"a video file ({CONTAINERS})")
+
+
+def _format_of(data: bytes) -> str | None:
+    """Return FFmpeg's name of the container format of a file; None if it is not accepted."""
+    if data[:4] == b"\x1a\x45\xdf\xa3":
+        return "matroska"
+    # A box begins with its length. Base64 text does not begin with so small a byte.
+    if data[:1] < b"\x20" and data[4:8] in _BOXES:
+        return "mov"
+    # Packets of 188 bytes begin with `G`, after 4 bytes of time on a disc. No packet is text.
+    for start, size in ((0, 188), (4, 192)):
+        if set(data[start : start + 3 * size : size]) == {ord("G")} and not data[:size].isascii():
+            return "mpegts"
+    return None
+
+
+_BOXES = (b"ftyp", b"moov", b"mdat", b"moof", b"styp", b"sidx", b"wide", b"free", b"skip", b"pnot")
+
+
+@contextmanager
+def _opened(data: bytes, name: str) -> Iterator[tuple[Any, Any]]:
+    """Open a file, and yield its container and the video stream to decode."""
+    try:
+        import av
+    except ImportError:
+        raise InvalidArgument(
+            f"{name} is a video file, which this server cannot read: package 'av' is missing;"
+            " install vlora[video], or send 'frames'"
+        ) from None
+    options = {
+        "format_whitelist": "mov,matroska,mpegts",
+        "protocol_whitelist": "none",
+        "codec_whitelist": DECODERS,
+        "enable_drefs": "0",
+        "use_absolute_path": "0",
+    }
+    with _ffmpeg_errors(name):
+        container = av.open(
+            io.BytesIO(data),
+            format=_format_of(data),
+            options=options,
+            io_open=_refuse,
+            metadata_errors="replace",
+        )
+        with container:
+            yield container, _stream_of(container, name)
+
+
+def _refuse(url: str, *_: object) -> None:
+    raise PermissionError(f"a video file may not open {url}")
+
+
+def _stream_of(container: Any, name: str) -> Any:
+    """Return the video stream that is marked as default, or the first. Cover pictures are none."""
+    from av.stream import Disposition
+
+    streams = [s for s in container.streams.video if not s.disposition & Disposition.attached_pic]
+    if not streams:
+        raise InvalidArgument(f"{name} has no video stream")
+    stream = next((s for s in streams if s.disposition & Disposition.default), streams[0])
+    codec = stream.codec_context and stream.codec_context.codec.canonical_name
+    if codec not in CODECS:
+        accepted = ", ".join(CODECS.values())
+        raise InvalidArgument(f"{name} has video of codec '{codec}'; accepted: {accepted}")
+    # A file has one of several decoder processes, so more threads would not decode more files.
+    stream.codec_context.thread_count = 1
+    return stream
+
+
+def _packets(container: Any, stream: Any, name: str) -> Iterator[Any]:
+    """Yield the packets of a stream that have data, up to the end or the first that is broken."""
+    import av
+
+    packets, count = container.demux(stream), 0
+    while True:
+        try:
+            packet = next(packets, None)
+        except MemoryError:
+            raise
+        except av.FFmpegError:
+            return
+        if packet is None:
+            return
+        if packet.size:
+            count += 1
+            if count > MAX_PACKETS:
+                raise InvalidArgument(f"{name} has more than {MAX_PACKETS} frames, the limit")
+            yield packet
+
+
+def _is_shown(packet: Any) -> bool:
+    """Return whether a packet's frame is shown. An edit list may hide it."""
+    return not packet.is_discard
+
+
+def _frames(container: Any, stream: Any, name: str) -> Iterator[Any]:
+    """Yield the decoded frames in the order in which they are shown."""
+    for packet in _packets(container, stream, name):
+        yield from _decoded(stream, packet)
+    yield from _decoded(stream, None)
+
+
+def _decoded(stream: Any, packet: Any) -> Iterator[Any]:
+    """Yield the frames that a packet completes, or, for None, the last ones. A corrupt packet has
+    none.
+    """
+    import av
+
+    try:
+        yield from stream.codec_context.decode(packet)
+    except MemoryError:
+        raise
+    except av.FFmpegError:
+        return
+
+
+def _orientation(frame: Any) -> tuple[int, int, int, int]:
+    """Return the signs (a, b, c, d) of a frame's display matrix, which maps a pixel's (x, y) to
+    (a x + c y, b x + d y). Other angles than multiples of 90 degrees count as the identity.
+    """
+    data = frame.side_data.get("DISPLAYMATRIX")
+    if data is None:
+        return 1, 0, 0, 1
+    values = np.frombuffer(bytes(data), np.int32)
+    a, b, c, d = (int(np.sign(values[i])) for i in (0, 1, 3, 4))
+    return (
+        (a, b, c, d)
+        if (a and d and not b and not c) or (b and c and not a and not d)
+        else (1, 0, 0, 1)
+    )
+
+
+def _is_transposed(frame: Any) -> bool:
+    return _orientation(frame)[0] == 0
+
+
+def _to_rgb(frame: Any, plan: VideoPlan) -> ByteArray:
+    """Return the upright pixels of a frame in the plan's size."""
+    a, b, c, d = _orientation(frame)
+    width, height = (plan.width, plan.height) if a else (plan.height, plan.width)
+    rgb = frame.to_ndarray(format="rgb24", width=width, height=height, threads=1)
+    if not a:
+        rgb = rgb.transpose(1, 0, 2)
+    across, down = (a, d) if a else (c, b)
+    return np.ascontiguousarray(rgb[:: down or 1, :: across or 1])
+
+
+@contextmanager
+def _ffmpeg_errors(name: str) -> Iterator[None]:
+    """Raise InvalidArgument for the errors of PyAV, which may be of many types."""
+    try:
+        yield
+    except (InvalidArgument, MemoryError):
+        raise
+    except Exception as error:
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise InvalidArgument(
+            f"{name} is corrupt, truncated or of an unknown format: {reason}"
+        ) from None
