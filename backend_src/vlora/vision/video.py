@@ -18,9 +18,9 @@ the extra `video`, and is imported where it is used.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,29 @@ class VideoSampling:
     max_frames: int | None = None
     limit: int = 768
 
+    def asked(self, settings: Mapping[str, Any]) -> tuple[int | None, float | None] | None:
+        """Return the number of frames and the rate that apply; None for all frames of a file.
+
+        settings: settings of the checkpoint's video processor. What a request gives replaces both.
+        """
+        given = self.num_frames is not None or self.fps is not None
+        samples = given or bool(settings.get("do_sample_frames"))
+        if not (samples if self.do_sample_frames is None else self.do_sample_frames):
+            return None
+        if given:
+            return self.num_frames, self.fps
+        count = settings.get("num_frames")
+        return count, settings.get("fps") if count is None else None
+
+    def check_count(self, count: int, total: int) -> int:
+        """Return the number of frames to sample, or raise InvalidArgument if it is too high."""
+        if count > self.limit:
+            raise InvalidArgument(
+                f"{count} frames of its {total} would be used; the limit is {self.limit}"
+                " ('max_video_frames'); sample fewer by 'fps' or 'num_frames'"
+            )
+        return count
+
 
 @dataclass(frozen=True)
 class VideoPlan:
@@ -78,6 +101,11 @@ class VideoPlan:
     fps: float
     total: int
     duration: float
+
+    def with_indices(self, indices: Iterable[int]) -> VideoPlan:
+        """Return the plan of the same file with other sampled frames."""
+        numbers = tuple(map(int, indices))
+        return replace(self, indices=numbers, seconds=tuple(i / self.fps for i in numbers))
 
 
 def is_video(data: bytes) -> bool:
@@ -110,11 +138,10 @@ def plan_video(data: bytes, name: str, sampler: Sampler, limit: int) -> VideoPla
         if _is_transposed(first):
             height, width = width, height
     try:
-        indices = tuple(map(int, sampler(total, fps, total / fps)))
+        indices = sampler(total, fps, total / fps)
     except InvalidArgument as error:
         raise InvalidArgument(f"{name}: {error}") from None
-    seconds = tuple(index / fps for index in indices)
-    return VideoPlan(width, height, indices, seconds, fps, total, total / fps)
+    return VideoPlan(width, height, (), (), fps, total, total / fps).with_indices(indices)
 
 
 def read_frames(data: bytes, name: str, plan: VideoPlan) -> Iterator[ByteArray]:

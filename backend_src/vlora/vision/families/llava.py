@@ -20,6 +20,7 @@ from transformers.models.llava_onevision.modeling_llava_onevision import (
     LlavaOnevisionMultiModalProjector,
 )
 
+from vlora.model.folder_checks import processor_settings
 from vlora.vision.families.base import FOR_RGB, Pixels, VisionFamily, without_decoder
 from vlora.vision.images import DecodedImage
 
@@ -178,6 +179,7 @@ LLAVA_ONEVISION = VisionFamily(
     features=_onevision_features,
     with_views=_with_views,
     preprocess=_preprocess,
+    clip_settings=lambda folder, processor: processor_settings(folder, "video"),
 )
 
 FAMILIES = {family.model_type: family for family in (LLAVA, LLAVA_NEXT, LLAVA_ONEVISION)}

@@ -32,6 +32,7 @@ from vlora.model.decoder_config import FRAMES_PER_SECOND
 from vlora.model.folder_checks import processor_settings
 from vlora.vision.families.base import FOR_RGB, Pixels, VisionFamily, without_decoder
 from vlora.vision.images import DecodedImage, stacked
+from vlora.vision.video import VideoSampling
 
 # Clips in Qwen2-VL, Qwen2.5-VL and Qwen3-VL: each two successive frames are encoded together.
 # Frames have the size that the checkpoint's video processor gives them. Qwen2-VL and Qwen2.5-VL
@@ -90,6 +91,51 @@ def frame_size_of_qwen3(clips: Settings, frames: int, height: int, width: int) -
         scale = math.sqrt(smallest / (frames * height * width))
         sides = [math.ceil(side * scale / factor) * factor for side in (height, width)]
     return sides[0], sides[1]
+
+
+def sample_as_qwen2(
+    clips: Settings, sampling: VideoSampling, total: int, fps: float
+) -> Sequence[int]:
+    """Sample like transformers' `Qwen2VLVideoProcessor`: whole pairs, of the frames there are."""
+    asked = sampling.asked(clips)
+    if asked in (None, (None, None)):
+        return range(sampling.check_count(total, total))
+    count, rate = asked
+    pair = clips.get("temporal_patch_size", FRAMES_PER_PAIR)
+    if rate is not None:
+        largest = min(_most_frames(clips, sampling, count), total) // pair * pair
+        count = min(max(total / fps * rate, clips.get("min_frames", 4)), largest) // pair * pair
+    else:
+        count = round(count / pair) * pair
+    count = sampling.check_count(min(max(int(count), 1), total), total)
+    # As the stock processor computes them, in float32: rounding decides between two neighboring
+    # frames, and may add a number that the file does not have.
+    indices: list[int] = torch.arange(0, total, total / count).int().tolist()
+    return indices[:count]
+
+
+def sample_as_qwen3(
+    clips: Settings, sampling: VideoSampling, total: int, fps: float
+) -> Sequence[int]:
+    """Sample like transformers' `Qwen3VLVideoProcessor`, which repeats frames if they are few."""
+    asked = sampling.asked({"do_sample_frames": True, "fps": 2} | dict(clips))
+    if asked is None:
+        return range(sampling.check_count(total, total))
+    count, rate = asked
+    fewest = clips.get("min_frames", 4)
+    if rate is not None:
+        largest = min(_most_frames(clips, sampling, count), total)
+        count = min(max(int(total / fps * rate), fewest), largest)
+    elif count is None:
+        count = min(max(total, fewest), _most_frames(clips, sampling, None))
+    sampling.check_count(count, total)
+    return [int(index) for index in np.linspace(0, total - 1, count).round()]
+
+
+def _most_frames(clips: Settings, sampling: VideoSampling, count: int | None) -> int:
+    """Return the maximum number of frames if they are sampled by a rate."""
+    most = sampling.max_frames or clips.get("max_frames", 768)
+    return int(most if count is None else min(count, most))
 
 
 def _factor(clips: Settings) -> int:
@@ -217,6 +263,7 @@ QWEN2_VL = VisionFamily(
     with_views=partial(with_pairs, frame_size_of_qwen2, True),
     preprocess=preprocess,
     clip_settings=clip_settings,
+    sample_frames=sample_as_qwen2,
     clip_text=lambda frames: _IMAGE_TEXT,
 )
 QWEN2_5_VL = replace(
@@ -230,6 +277,7 @@ QWEN3_VL = replace(
     part=_part(Qwen3VLModel, Qwen3VLVisionModel),
     features=_features_by_level,
     with_views=partial(with_pairs, frame_size_of_qwen3, False),
+    sample_frames=sample_as_qwen3,
     clip_text=partial(timed_text, _IMAGE_TEXT),
 )
 FAMILIES = {family.model_type: family for family in (QWEN2_VL, QWEN2_5_VL, QWEN3_VL)}
