@@ -18,7 +18,7 @@ the extra `video`, and is imported where it is used.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -149,20 +149,18 @@ def read_frames(data: bytes, name: str, plan: VideoPlan) -> Iterator[ByteArray]:
 
     Raises the errors of `plan_video`.
     """
-    wanted = list(plan.indices)
     with _opened(unwrap_video(data, name, len(data)), name) as (container, stream):
-        last = None
-        for index, frame in enumerate(_frames(container, stream, name)):
-            last = frame
-            while wanted and wanted[0] <= index:
-                wanted.pop(0)
-                yield _to_rgb(frame, plan)
-            if not wanted:
-                return
-        if last is None:
+        shown, position = None, 0
+        for number, frame in _numbered(stream, list(_packets(container, stream, name)), plan):
+            while position < len(plan.indices) and plan.indices[position] <= number:
+                is_found = plan.indices[position] == number or shown is None
+                yield _to_rgb(frame if is_found else shown, plan)
+                position += 1
+            shown = frame
+        if shown is None:
             raise InvalidArgument(f"{name} has no frame that can be decoded")
-        for _ in wanted:
-            yield _to_rgb(last, plan)
+        for _ in plan.indices[position:]:
+            yield _to_rgb(shown, plan)
 
 
 def unwrap_video(data: bytes, name: str, limit: int) -> bytes:
@@ -223,7 +221,7 @@ def _refuse(url: str, *_: object) -> None:
 
 def _stream_of(container: Any, name: str) -> Any:
     """Return the video stream that is marked as default, or the first. Cover pictures are none."""
-    from av.stream import Disposition
+    from av.stream import Discard, Disposition
 
     streams = [s for s in container.streams.video if not s.disposition & Disposition.attached_pic]
     if not streams:
@@ -233,30 +231,35 @@ def _stream_of(container: Any, name: str) -> Any:
     if codec not in CODECS:
         accepted = ", ".join(CODECS.values())
         raise InvalidArgument(f"{name} has video of codec '{codec}'; accepted: {accepted}")
-    # A file has one of several decoder processes, so more threads would not decode more files.
+    # Several decoder processes run at a time, so more threads would not decode more files.
     stream.codec_context.thread_count = 1
+    for other in container.streams:
+        other.discard = Discard.default if other is stream else Discard.all
     return stream
 
 
 def _packets(container: Any, stream: Any, name: str) -> Iterator[Any]:
-    """Yield the packets of a stream that have data, up to the end or the first that is broken."""
+    """Yield the packets of a stream that have data, up to the end or to what cannot be read.
+
+    Raises InvalidArgument if they are too many, or too long together for their file, whose header
+    may list the same bytes many times.
+    """
     import av
 
-    packets, count = container.demux(stream), 0
-    while True:
-        try:
-            packet = next(packets, None)
-        except MemoryError:
-            raise
-        except av.FFmpegError:
-            return
-        if packet is None:
-            return
-        if packet.size:
-            count += 1
-            if count > MAX_PACKETS:
-                raise InvalidArgument(f"{name} has more than {MAX_PACKETS} frames, the limit")
-            yield packet
+    count, left = 0, 2 * container.size
+    try:
+        for packet in container.demux(stream):
+            count, left = count + 1, left - packet.size
+            if count > MAX_PACKETS or left < 0:
+                raise InvalidArgument(
+                    f"{name} has more than {MAX_PACKETS} frames, or lists its bytes repeatedly"
+                )
+            if packet.size:
+                yield packet
+    except MemoryError:
+        raise
+    except av.FFmpegError:
+        return
 
 
 def _is_shown(packet: Any) -> bool:
@@ -264,9 +267,80 @@ def _is_shown(packet: Any) -> bool:
     return not packet.is_discard
 
 
-def _frames(container: Any, stream: Any, name: str) -> Iterator[Any]:
-    """Yield the decoded frames in the order in which they are shown."""
-    for packet in _packets(container, stream, name):
+def _numbered(stream: Any, packets: Sequence[Any], plan: VideoPlan) -> Iterator[tuple[int, Any]]:
+    """Yield decoded frames with their numbers, ascending; all sampled ones that can be decoded.
+
+    Numbers are found by time stamps, if each frame has one of its own. Then only the packets that
+    the sampled frames depend on are decoded.
+    """
+    times = [packet.pts for packet in packets if _is_shown(packet)]
+    is_timed = None not in times and len(set(times)) == len(times)
+    # If frames are shown in another order than they are sent in, their time stamps must say so.
+    if not is_timed or (times == sorted(times) and stream.codec_context.has_b_frames):
+        yield from enumerate(_frames(stream, packets))
+        return
+    numbers = {time: number for number, time in enumerate(sorted(times))}
+    indices = set(plan.indices)
+    sampled = {time for time, number in numbers.items() if number in indices}
+    for frame in _sampled_frames(stream, packets, sampled):
+        if frame.pts in numbers:
+            yield numbers[frame.pts], frame
+
+
+def _sampled_frames(stream: Any, packets: Sequence[Any], sampled: set[int]) -> Iterator[Any]:
+    """Yield the frames with the time stamps `sampled`, among others, in order."""
+    from av.video.frame import PictureType
+
+    runs = _runs(packets, sampled)
+    for first, last in runs:
+        frames = _frames(stream, packets[first : last + 1], sampled)
+        if first > 0:
+            start = packets[first].pts
+            head = next((frame for frame in frames if frame.pts >= start), None)
+            if head is None or head.pts != start or head.pict_type != PictureType.I:
+                # This is no complete picture, as in a stream that refreshes parts of the picture
+                # in turn. So the file must be decoded from its start.
+                yield from _frames(stream, packets[: runs[-1][1] + 1])
+                return
+            yield head
+        yield from frames
+
+
+def _runs(packets: Sequence[Any], sampled: set[int]) -> list[tuple[int, int]]:
+    """Return the (first, last) packets of each run that must be decoded for the sampled frames.
+
+    A frame depends on no packet before the last key frame that is sent and shown before it. A frame
+    that is sent after a key frame, but shown before it, may depend on an earlier one.
+    """
+    keys: list[int] = []
+    runs: list[tuple[int, int]] = []
+    for last, packet in enumerate(packets):
+        if packet.is_keyframe:
+            keys.append(last)
+        if packet.pts in sampled:
+            shown = (key for key in reversed(keys) if packets[key].pts <= packet.pts)
+            first = next(shown, 0)
+            while runs and first <= runs[-1][1] + 1:
+                first = min(first, runs.pop()[0])
+            runs.append((first, last))
+    return runs
+
+
+def _frames(
+    stream: Any, packets: Iterable[Any], sampled: Container[int] | None = None
+) -> Iterator[Any]:
+    """Yield the decoded frames of packets in the order in which they are shown.
+
+    sampled: time stamps of the frames that are needed. Of the others, those on which no frame
+        depends may be left out.
+    """
+    context = stream.codec_context
+    context.flush_buffers()
+    # Frames that H.265 calls unreferenced may be needed by those of a higher layer.
+    needed = sampled if context.name == "h264" else None
+    for packet in packets:
+        is_needed = needed is None or packet.pts in needed
+        context.skip_frame = "DEFAULT" if is_needed else "NONREF"
         yield from _decoded(stream, packet)
     yield from _decoded(stream, None)
 
