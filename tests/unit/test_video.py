@@ -18,9 +18,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import av
 import numpy as np
 import pytest
+
+pytest.importorskip("av", reason="the extra video is not installed")
+
+import av
 from av.stream import Disposition
 from transformers.models.llava_onevision.video_processing_llava_onevision import (
     LlavaOnevisionVideoProcessor,
@@ -92,6 +95,10 @@ KINDS: dict[str, Callable[[], bytes]] = {
     "no first time": lambda: files.without_first_time(files.video("h264", "ts")),
     "no order of times": lambda: files.video().replace(b"ctts", b"free"),
     "wrong rate": lambda: files.with_number(files.video("mjpeg"), b"stts", 12, 0),
+    "joined": lambda: (
+        files.video("h264", "ts", options={"output_ts_offset": "30"})
+        + files.video("h264", "ts", frames=files.pictures(30, seed=4))
+    ),
     "sound first": lambda: files.video("h264", "mkv", with_audio=True),
     "edit list": lambda: files.with_number(files.video(), b"elst", 12, 1024 + 5 * 512),
 }

@@ -36,7 +36,9 @@ CONTAINERS = "MP4, MOV, Matroska, WebM and MPEG-TS"
 CODECS = {"h264": "H.264", "hevc": "H.265", "vp9": "VP9", "av1": "AV1", "mjpeg": "Motion JPEG"}
 DECODERS = "h264,hevc,vp9,libdav1d,mjpeg"  # FFmpeg's decoders of these codecs.
 DEFAULT_FPS = 24.0  # Frame rate that transformers assumes if a file does not tell it.
-MAX_PACKETS = 1_000_000  # Maximum number of packets of a file: 4 hours at 60 frames a second.
+MAX_PACKETS = 500_000  # Maximum number of packets of a file: over 2 hours at 60 frames a second.
+# Maximum number of frames by which codecs send a frame earlier or later than it is shown.
+MAX_REORDERED = 32
 
 
 @dataclass(frozen=True)
@@ -274,17 +276,29 @@ def _numbered(stream: Any, packets: Sequence[Any], plan: VideoPlan) -> Iterator[
     the sampled frames depend on are decoded.
     """
     times = [packet.pts for packet in packets if _is_shown(packet)]
-    is_timed = None not in times and len(set(times)) == len(times)
-    # If frames are shown in another order than they are sent in, their time stamps must say so.
-    if not is_timed or (times == sorted(times) and stream.codec_context.has_b_frames):
+    numbers = _numbers(times, stream.codec_context.has_b_frames)
+    if numbers is None:
         yield from enumerate(_frames(stream, packets))
         return
-    numbers = {time: number for number, time in enumerate(sorted(times))}
     indices = set(plan.indices)
     sampled = {time for time, number in numbers.items() if number in indices}
     for frame in _sampled_frames(stream, packets, sampled):
         if frame.pts in numbers:
             yield numbers[frame.pts], frame
+
+
+def _numbers(times: Sequence[int | None], is_reordered: bool) -> dict[int, int] | None:
+    """Return the number of each frame by its time stamp; None if time stamps do not tell it.
+
+    times: time stamps in the order in which the frames are sent.
+    is_reordered: whether frames are shown in another order.
+    """
+    numbers = {time: i for i, time in enumerate(sorted({t for t in times if t is not None}))}
+    if len(numbers) < len(times):
+        return None
+    moves = max(abs(numbers[time] - i) for i, time in enumerate(times) if time is not None)
+    # Time stamps that are not reordered are wrong, and those of joined files may start again.
+    return numbers if moves <= MAX_REORDERED and (moves or not is_reordered) else None
 
 
 def _sampled_frames(stream: Any, packets: Sequence[Any], sampled: set[int]) -> Iterator[Any]:
