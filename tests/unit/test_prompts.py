@@ -32,7 +32,7 @@ BARE = ChatTemplate(prefix="", suffix="")
 CHAT = ChatTemplate(prefix="<s><|user|>", suffix="<|assistant|>")
 
 
-VIDEO = ChatTemplate("", "", image_text="[i]", clip_text=lambda frames: "[i]")
+VIDEO = ChatTemplate("", "", image_text="[i]", clip_text=lambda frames, seconds: "[i]")
 """Template of a checkpoint that takes a clip as one video."""
 DETECT = "Please box all the objects in the picture that you think are airplane."
 
@@ -248,7 +248,7 @@ def test_a_clip_is_printed_by_the_template_or_stands_in_its_place() -> None:
     printing = replace(
         BARE,
         image_text="[i]",
-        clip_text=lambda frames: f"[{frames}]",
+        clip_text=lambda frames, seconds: f"[{frames}]",
         apply=lambda messages, start, goes_on: str(messages[0]["content"]),
     )
     chat_of = Chat([message(PICTURE, CLIP, "x")])
@@ -257,9 +257,10 @@ def test_a_clip_is_printed_by_the_template_or_stands_in_its_place() -> None:
     assert render("chat", chat_of, 1, 4, parts) == (
         "[{'type': 'image'}, [4], {'type': 'text', 'text': 'x'}]"
     )
-    for wrong in (Chat([message(CLIP, PICTURE)]), Chat([message(CLIP, CLIP)])):
-        with pytest.raises(InvalidArgument, match="one clip, after all images"):
-            render("chat", wrong, 1, 4, printing)
+    turned = render("chat", Chat([message(CLIP, PICTURE, "x")]), 1, 4, parts)
+    assert turned == "[[4], {'type': 'image'}, {'type': 'text', 'text': 'x'}]"
+    with pytest.raises(InvalidArgument, match="8 <image> placeholders .* 0 images and 4 frames"):
+        render("chat", Chat([message(CLIP, CLIP)]), 0, 4, printing)
     for task, template in product(("chat", "vqa"), (printing, replace(printing, clip_text=None))):
         with pytest.raises(InvalidArgument, match="'video', but the request has no frames; send"):
             render(task, Chat([message(CLIP, "x")]), 0, 0, template)

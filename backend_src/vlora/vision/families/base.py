@@ -20,6 +20,7 @@ from transformers import AutoImageProcessor
 from vlora.errors import InvalidArgument, in_one_line
 from vlora.model.folder_checks import warn_of_unread_settings
 from vlora.model.multimodal import MULTIMODAL
+from vlora.vision.chat_template import ClipText
 from vlora.vision.images import DecodedImage
 from vlora.vision.video import VideoSampling
 
@@ -90,8 +91,11 @@ class VisionFamily:
     load_processor: (checkpoint, config) → processor. By default, the checkpoint's own.
     sample_frames: (clip settings, what a request asks, number of frames of a file, its frames per
         second) → numbers of the sampled frames, as transformers' video processor samples them.
-    clip_text: (number of frames) → text for a clip in a prompt, with the image token once for each
-        row of the clip in `ImageFeatures.layout`; None if frames are separate images.
+    scaled_size: (processor, limits of pixels that replace those of the processor, image) → (height,
+        width) to which an image is scaled; None if the processor has no such limits.
+    clip_text: (number of frames, time of each in seconds; () if unknown) → text for a clip in a
+        prompt, with the image token once for each row of the clip in `ImageFeatures.layout`; None
+        if frames are separate images.
     """
 
     model_type: str
@@ -110,7 +114,8 @@ class VisionFamily:
     sample_frames: Callable[[Mapping[str, Any], VideoSampling, int, float], Sequence[int]] = (
         _sample_evenly
     )
-    clip_text: Callable[[int], str] | None = None
+    scaled_size: Callable[[Any, Mapping[str, int], DecodedImage], tuple[int, int]] | None = None
+    clip_text: ClipText | None = None
 
 
 def vision_family(model_type: str) -> VisionFamily | None:

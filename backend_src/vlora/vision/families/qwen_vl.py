@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -148,27 +149,30 @@ def with_pairs(
 ) -> Sequence[DecodedImage]:
     """Return a request's images, with each two successive frames joined into one `DecodedImage`.
 
-    Frames are resized to the size of the first. A last frame without a partner is encoded like an
-    image: the image processor repeats it to make a pair.
+    Frames are resized to the size of the first one of their clip. A last frame without a partner is
+    encoded like an image: the image processor repeats it to make a pair.
 
     one_row: whether the layout has one row for the clip instead of one row for each pair.
     clips: settings of the checkpoint's video processor.
     """
     stills = [image for image in images if not image.is_video]
-    frames = images[len(stills) :]
     pairs = []
-    for first in range(0, len(frames), FRAMES_PER_PAIR):
-        pair = frames[first : first + FRAMES_PER_PAIR]
-        pairs.append(
-            replace(
-                pair[0],
-                rgb=stacked([one.rgb for one in pair], frames[0].height, frames[0].width),
-                frames=len(pair),
-                continues=one_row and first > 0,
-                view="pair" if len(pair) == FRAMES_PER_PAIR else "",
-                scaled=size(clips, len(frames), frames[0].height, frames[0].width),
+    for _, clip in groupby(images[len(stills) :], lambda image: image.clip):
+        frames = list(clip)
+        height, width = frames[0].height, frames[0].width
+        scaled = size(clips, len(frames), height, width)
+        for first in range(0, len(frames), FRAMES_PER_PAIR):
+            pair = frames[first : first + FRAMES_PER_PAIR]
+            pairs.append(
+                replace(
+                    pair[0],
+                    rgb=stacked([one.rgb for one in pair], height, width),
+                    frames=len(pair),
+                    continues=one_row and first > 0,
+                    view="pair" if len(pair) == FRAMES_PER_PAIR else "",
+                    scaled=scaled,
+                )
             )
-        )
     return [*stills, *pairs]
 
 
@@ -190,18 +194,18 @@ def preprocess(processor: Any, image: DecodedImage) -> Pixels:
     return {"pixel_values": joined.flatten(1), "image_grid_thw": pixels["image_grid_thw"][:1]}
 
 
-def timed_text(image_text: str, frames: int) -> str:
+def timed_text(image_text: str, frames: int, seconds: Sequence[float]) -> str:
     """Return the text of a clip in Qwen3-VL: the time of each pair of frames, then its tokens.
 
     As in transformers' processor, the start and end tokens of an image are also around the whole
     clip. The time of a pair is the mean of its frames' times, in seconds.
     """
     start, _, end = image_text.partition("<|image_pad|>")
+    times = seconds or [frame / FRAMES_PER_SECOND for frame in range(frames)]
     pairs = ""
     for first in range(0, frames, FRAMES_PER_PAIR):
         last = min(first + FRAMES_PER_PAIR, frames) - 1
-        seconds = (first / FRAMES_PER_SECOND + last / FRAMES_PER_SECOND) / 2
-        pairs += f"<{seconds:.1f} seconds>{image_text}"
+        pairs += f"<{(times[first] + times[last]) / 2:.1f} seconds>{image_text}"
     return f"{start}{pairs}{end}"
 
 
@@ -216,15 +220,20 @@ def _part(model: type[Any], tower: type[Any]) -> type[Any]:
     return without_decoder(model, _DECODER_KEYS, build)
 
 
-def _grid(config: Any, processor: Any, image: DecodedImage) -> tuple[int, int]:
-    patch: int = processor.patch_size
-    height, width = image.scaled or smart_resize(
+def _scaled_size(processor: Any, limits: Mapping[str, int], image: DecodedImage) -> tuple[int, int]:
+    size: tuple[int, int] = smart_resize(
         image.height,
         image.width,
-        factor=patch * processor.merge_size,
-        min_pixels=processor.size["shortest_edge"],
-        max_pixels=processor.size["longest_edge"],
+        factor=processor.patch_size * processor.merge_size,
+        min_pixels=limits.get("shortest_edge", processor.size["shortest_edge"]),
+        max_pixels=limits.get("longest_edge", processor.size["longest_edge"]),
     )
+    return size
+
+
+def _grid(config: Any, processor: Any, image: DecodedImage) -> tuple[int, int]:
+    patch: int = processor.patch_size
+    height, width = image.scaled or _scaled_size(processor, {}, image)
     return height // patch, width // patch
 
 
@@ -264,7 +273,8 @@ QWEN2_VL = VisionFamily(
     preprocess=preprocess,
     clip_settings=clip_settings,
     sample_frames=sample_as_qwen2,
-    clip_text=lambda frames: _IMAGE_TEXT,
+    scaled_size=_scaled_size,
+    clip_text=lambda frames, seconds: _IMAGE_TEXT,
 )
 QWEN2_5_VL = replace(
     QWEN2_VL,
