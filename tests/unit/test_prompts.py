@@ -259,7 +259,7 @@ def test_a_clip_is_printed_by_the_template_or_stands_in_its_place() -> None:
     )
     turned = render("chat", Chat([message(CLIP, PICTURE, "x")]), 1, 4, parts)
     assert turned == "[[4], {'type': 'image'}, {'type': 'text', 'text': 'x'}]"
-    with pytest.raises(InvalidArgument, match="8 <image> placeholders .* 0 images and 4 frames"):
+    with pytest.raises(InvalidArgument, match=r"8 <image> placeholders .* 0 images and 4 frames"):
         render("chat", Chat([message(CLIP, CLIP)]), 0, 4, printing)
     for task, template in product(("chat", "vqa"), (printing, replace(printing, clip_text=None))):
         with pytest.raises(InvalidArgument, match="'video', but the request has no frames; send"):

@@ -449,7 +449,6 @@ class _Turn:
             if done < count:
                 self.name = element.name
                 self._decode_element(decoder, element, count, done)
-                self._permit.check()
 
     def _decode_element(
         self, decoder: DecodeProcess, element: Element, count: int, done: int
@@ -468,6 +467,7 @@ class _Turn:
                 raise InvalidArgument(f"{element.name} is corrupt: it lacks picture {number}")
             if number >= done:
                 self.add(rgb)
+                self._permit.check()
         if next(found, None) is not None:
             raise InvalidArgument(f"{element.name} is corrupt: it has more than {count} pictures")
 

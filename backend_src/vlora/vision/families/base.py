@@ -20,7 +20,6 @@ from transformers import AutoImageProcessor
 from vlora.errors import InvalidArgument, in_one_line
 from vlora.model.folder_checks import warn_of_unread_settings
 from vlora.model.multimodal import MULTIMODAL
-from vlora.vision.chat_template import ClipText
 from vlora.vision.images import DecodedImage
 from vlora.vision.video import VideoSampling
 
@@ -115,7 +114,7 @@ class VisionFamily:
         _sample_evenly
     )
     scaled_size: Callable[[Any, Mapping[str, int], DecodedImage], tuple[int, int]] | None = None
-    clip_text: ClipText | None = None
+    clip_text: Callable[[int, Sequence[float]], str] | None = None
 
 
 def vision_family(model_type: str) -> VisionFamily | None:
