@@ -172,7 +172,7 @@ class SamplingParams:
             elif key == ADAPTER_KEY:
                 optional(read_text)(key, value)
             elif key in MEDIA_KEYS:
-                MediaOptions.parse({key: value})
+                MediaOptions.parse(raw)
             elif key in _READERS:
                 values[key] = _READERS[key](key, value)
             elif value is not None or key not in (*REFUSED, *STRUCTURE_KEYS):

@@ -14,6 +14,8 @@ import torch
 pytest.importorskip("av", reason="the extra video is not installed")
 
 from transformers import Qwen3VLProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as qwen3_resize
 from transformers.video_utils import VideoMetadata
 
 from tests.support import video_files as files
@@ -30,6 +32,7 @@ from tests.support.oracle import NEAR_TIE
 from tests.support.triton_client import png
 from vlora.config import Limits, Options
 from vlora.engine.engine import Engine
+from vlora.errors import InvalidArgument
 from vlora.model.decoder_config import load_config
 from vlora.model.inputs import PromptReader
 from vlora.request import ImageFeatures
@@ -177,6 +180,24 @@ ASKED: dict[str, tuple[list[dict[str, str]], list[str], MediaOptions]] = {
         MediaOptions(num_frames=6),
     ),
 }
+
+
+def test_limits_of_pixels_apply_to_images_and_frames(family: Family, decoder: ImageDecoder) -> None:
+    options = MediaOptions(num_frames=4, min_pixels=64, max_pixels=512)
+    kind = family.model.get_base_model().config.model_type
+    if kind == "llava_onevision":
+        with pytest.raises(InvalidArgument, match="'llava_onevision' does not have; leave them"):
+            Request(family, decoder, [IMAGE], [], options)
+        return
+    asked = Request(family, decoder, [IMAGE, VIDEO], [FILES["h264.mp4"]()], options)
+    patch = family.processor.patch_size
+    still, *clip = (asked.features.layout[:, 3:5] * patch).tolist()
+    factor = patch * family.processor.merge_size
+    assert tuple(still) == smart_resize(*PICTURE.shape[:2], factor, 64, 512)
+    sizes = {"qwen3_vl": qwen3_resize(4, 38, 70, 2, factor, 64, 512)}
+    assert {tuple(size) for size in clip} == {
+        sizes.get(kind, smart_resize(38, 70, factor, 64, 512))
+    }
 
 
 @pytest.mark.parametrize("name", ASKED)

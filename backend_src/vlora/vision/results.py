@@ -278,12 +278,16 @@ def _videos(
     objects: list[list[dict[str, Any]]], is_video: list[bool], videos: Sequence[Clip]
 ) -> list[dict[str, Any]]:
     """Return the time and the objects of each frame of each video file."""
-    frames = iter([boxes for boxes, video in zip(objects, is_video, strict=True) if video])
+    if (count := sum(video.frames for video in videos)) > sum(is_video):
+        raise InvalidArgument(
+            f"'image_videos' has {count} frames, 'image_layout' has {sum(is_video)}"
+        )
+    frames = (boxes for boxes, video in zip(objects, is_video, strict=True) if video)
     return [
         {
             "index": index,
             "frames": [
-                {"index": i, "seconds": round(seconds, 3), "objects": next(frames, [])}
+                {"index": i, "seconds": round(seconds, 3), "objects": next(frames)}
                 for i, seconds in enumerate(video.seconds)
             ],
         }
