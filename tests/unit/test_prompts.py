@@ -111,8 +111,9 @@ def test_video_files_of_a_conversation_are_taken_in_the_order_of_its_parts() -> 
     assert prompt.order == (1, 2, 0, 3, 4)
     task = render("vqa", Chat([parts]), 1, 0, BARE, FILES)
     assert (task, task.order) == ("<image><image><image>a<image> Answer:", (1, 2, 0, 3))
-    with pytest.raises(InvalidArgument, match="have 1 <image> and 1 <video> placeholders"):
-        render("chat", Chat([message(CLIP, PICTURE)]), 1, 0, printing, FILES)
+    for clips in (1, 3):
+        with pytest.raises(InvalidArgument, match=f"have 1 <image> and {clips} <video> place"):
+            render("chat", Chat([message(*[CLIP] * clips, PICTURE)]), 1, 0, printing, FILES)
 
 
 @pytest.mark.parametrize(("images", "frames"), [(1, 0), (0, 0), (2, 1)])
@@ -293,8 +294,9 @@ def test_a_clip_is_printed_by_the_template_or_stands_in_its_place() -> None:
     )
     turned = render("chat", Chat([message(CLIP, PICTURE, "x")]), 1, 4, parts)
     assert turned == "[[4], {'type': 'image'}, {'type': 'text', 'text': 'x'}]"
-    with pytest.raises(InvalidArgument, match=r"8 <image> placeholders .* 0 images and 4 frames"):
-        render("chat", Chat([message(CLIP, CLIP)]), 0, 4, printing)
+    for images in (0, 4):
+        with pytest.raises(InvalidArgument, match=r"and 2 <video> .*, 0 videos and 4 frames"):
+            render("chat", Chat([message(CLIP, CLIP)]), images, 4, printing)
     for task, template in product(("chat", "vqa"), (printing, replace(printing, clip_text=None))):
         with pytest.raises(InvalidArgument, match="'video', but the request has no frames; send"):
             render(task, Chat([message(CLIP, "x")]), 0, 0, template)

@@ -364,8 +364,9 @@ class Media:
         """Return the stand-in for the next image or, after these, the next frame."""
         number = self._placed
         self._placed += 1
-        entry = number if number < self.images else self._frames[number - self.images]
-        return self._stand_ins.put_media(self._image_text, (entry,))
+        frame = number - self.images
+        entries = (number,) if frame < 0 else self._frames[frame : frame + 1]
+        return self._stand_ins.put_media(self._image_text, entries)
 
     def next_clip(self) -> str:
         """Return the stand-in for the next video file or, after these, the clip of frames."""
@@ -402,14 +403,14 @@ class Media:
         images: number of placeholders for images and frames.
         clips: number of places for clips.
         """
-        if clips > self.videos:  # One stands for the clip of all frames.
-            images, clips = images + self.frames * (clips - self.videos), self.videos
+        if clips == self.videos + 1 and self.frames:  # The last one stands for the clip of frames.
+            images, clips = images + self.frames, self.videos
         if (images, clips) == (self.images + self.frames, self.videos):
             return
         has, asked = f"{images} {PLACEHOLDER} placeholders", f"{self.images} images"
-        if self.videos:
+        if self.videos or clips:
             has = f"{images} {PLACEHOLDER} and {clips} {CLIP_PLACEHOLDER} placeholders"
-            asked += f", {self.videos} videos"
+            asked = f"{self.images} images, {self.videos} videos"
         raise InvalidArgument(
             f"the {what} {has} but the request has {asked} and {self.frames} frames; write one for"
             f" each{more}"
