@@ -34,6 +34,7 @@ from transformers.video_utils import VideoMetadata, load_video
 from tests.support import video_files as files
 from tests.support.read_videos import outcomes
 from vlora.errors import InvalidArgument
+from vlora.vision import video
 from vlora.vision.families.base import vision_family
 from vlora.vision.video import VideoPlan, VideoSampling, is_video, plan_video, read_frames
 
@@ -99,6 +100,7 @@ KINDS: dict[str, Callable[[], bytes]] = {
         files.video("h264", "ts", options={"output_ts_offset": "30"})
         + files.video("h264", "ts", frames=files.pictures(30, seed=4))
     ),
+    "cut": lambda: files.video("h264", "ts")[188 * 10 :],
     "sound first": lambda: files.video("h264", "mkv", with_audio=True),
     "edit list": lambda: files.with_number(files.video(), b"elst", 12, 1024 + 5 * 512),
 }
@@ -167,18 +169,34 @@ def test_a_truncated_file_has_the_frames_that_are_there(container: str) -> None:
     assert_same(found[:-4], expected[: plan.total - 4])
 
 
-def test_a_frame_that_cannot_be_decoded_is_that_before_it() -> None:
-    data = files.video("h264", "mkv")
+@pytest.mark.parametrize("first", [0, 20])
+def test_instead_of_a_frame_that_cannot_be_decoded_another_is_used(first: int) -> None:
+    data = files.video("mjpeg", "mkv")
     expected = stock(data)
     with av.open(io.BytesIO(data)) as file:
-        packets = list(file.demux(video=0))
-    at, size = data.index(bytes(packets[20])), packets[20].size
-    broken = data[:at] + bytes(size) + data[at + size :]
-    number = sorted(packet.pts for packet in packets[:-1]).index(packets[20].pts)
-    plan, found = read(broken, 2, number)
+        packet = bytes(list(file.demux(video=0))[first])
+    plan, found = read(data.replace(packet, bytes(len(packet))), first, 30)
     assert plan.total == len(expected)
-    assert_same(found[:1], expected[2:3])
-    assert found[1].shape == expected[0].shape
+    assert_same(found, [expected[first - 1 if first else 30], expected[30]])
+
+
+@pytest.mark.parametrize(("kind", "most"), [("mjpeg.mp4", 2), ("h264.mp4", 12), ("vp9.webm", 12)])
+def test_only_frames_that_sampled_ones_depend_on_are_decoded(
+    kind: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_video(KINDS[kind](), "video 0", lambda *_: (20, 22), LIMIT)
+    decoded, decode = [], video._decoded
+    monkeypatch.setattr(video, "_decoded", lambda *of: decoded.extend(of[1:]) or decode(*of))
+    assert len(list(read_frames(KINDS[kind](), "video 0", plan))) == 2
+    assert len([packet for packet in decoded if packet is not None]) <= most
+
+
+def test_a_server_without_the_extra_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(
+        InvalidArgument, match=r"^video 0 .* install vlora\[video\], or send 'frames'"
+    ):
+        read(KINDS["mjpeg.mp4"]())
 
 
 def test_base64_and_data_urls_are_read() -> None:
@@ -432,5 +450,5 @@ def test_bytes_that_are_listed_many_times_are_refused() -> None:
     }
     for name, content in tables.items():
         data = files.with_box(data, (*path, name), content)
-    with pytest.raises(InvalidArgument, match="or lists its bytes repeatedly"):
+    with pytest.raises(InvalidArgument, match="or its bytes several times"):
         read(data)

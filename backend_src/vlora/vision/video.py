@@ -128,7 +128,7 @@ def plan_video(data: bytes, name: str, sampler: Sampler, limit: int) -> VideoPla
     with _opened(unwrap_video(data, name, limit), name) as (container, stream):
         total, first = 0, None
         for packet in _packets(container, stream, name):
-            total += _is_shown(packet)
+            total += not packet.is_discard  # An edit list hides such frames.
             if first is None:
                 first = next(_decoded(stream, packet), None)
         first = first or next(_decoded(stream, None), None)
@@ -136,8 +136,9 @@ def plan_video(data: bytes, name: str, sampler: Sampler, limit: int) -> VideoPla
             raise InvalidArgument(f"{name} has no frame that can be decoded")
         rate = stream.average_rate or stream.guessed_rate or stream.base_rate
         fps = float(rate) if rate and rate > 0 else DEFAULT_FPS
+        is_transposed, _, _ = _orientation(first)
         height, width = first.height, first.width
-        if _is_transposed(first):
+        if is_transposed:
             height, width = width, height
     try:
         indices = sampler(total, fps, total / fps)
@@ -158,6 +159,8 @@ def read_frames(data: bytes, name: str, plan: VideoPlan) -> Iterator[ByteArray]:
                 is_found = plan.indices[position] == number or shown is None
                 yield _to_rgb(frame if is_found else shown, plan)
                 position += 1
+            if position == len(plan.indices):
+                return
             shown = frame
         if shown is None:
             raise InvalidArgument(f"{name} has no frame that can be decoded")
@@ -202,8 +205,7 @@ def _opened(data: bytes, name: str) -> Iterator[tuple[Any, Any]]:
         "format_whitelist": "mov,matroska,mpegts",
         "protocol_whitelist": "none",
         "codec_whitelist": DECODERS,
-        "enable_drefs": "0",
-        "use_absolute_path": "0",
+        "enable_drefs": "0",  # References of a QuickTime file to others.
     }
     with _ffmpeg_errors(name):
         container = av.open(
@@ -241,32 +243,28 @@ def _stream_of(container: Any, name: str) -> Any:
 
 
 def _packets(container: Any, stream: Any, name: str) -> Iterator[Any]:
-    """Yield the packets of a stream that have data, up to the end or to what cannot be read.
+    """Yield the packets of a stream, from the first key frame to the end or what cannot be read.
 
     Raises InvalidArgument if they are too many, or too long together for their file, whose header
     may list the same bytes many times.
     """
     import av
 
-    count, left = 0, 2 * container.size
+    count, left, is_begun = 0, 2 * container.size, False
     try:
         for packet in container.demux(stream):
             count, left = count + 1, left - packet.size
             if count > MAX_PACKETS or left < 0:
                 raise InvalidArgument(
-                    f"{name} has more than {MAX_PACKETS} frames, or lists its bytes repeatedly"
+                    f"{name} lists more than {MAX_PACKETS} frames, or its bytes several times"
                 )
-            if packet.size:
+            is_begun = is_begun or packet.is_keyframe
+            if packet.size and is_begun:
                 yield packet
     except MemoryError:
         raise
     except av.FFmpegError:
         return
-
-
-def _is_shown(packet: Any) -> bool:
-    """Return whether a packet's frame is shown. An edit list may hide it."""
-    return not packet.is_discard
 
 
 def _numbered(stream: Any, packets: Sequence[Any], plan: VideoPlan) -> Iterator[tuple[int, Any]]:
@@ -275,7 +273,7 @@ def _numbered(stream: Any, packets: Sequence[Any], plan: VideoPlan) -> Iterator[
     Numbers are found by time stamps, if each frame has one of its own. Then only the packets that
     the sampled frames depend on are decoded.
     """
-    times = [packet.pts for packet in packets if _is_shown(packet)]
+    times = [packet.pts for packet in packets if not packet.is_discard]
     numbers = _numbers(times, stream.codec_context.has_b_frames)
     if numbers is None:
         yield from enumerate(_frames(stream, packets))
@@ -294,7 +292,7 @@ def _numbers(times: Sequence[int | None], is_reordered: bool) -> dict[int, int] 
     is_reordered: whether frames are shown in another order.
     """
     numbers = {time: i for i, time in enumerate(sorted({t for t in times if t is not None}))}
-    if len(numbers) < len(times):
+    if len(numbers) < len(times) or not times:
         return None
     moves = max(abs(numbers[time] - i) for i, time in enumerate(times) if time is not None)
     # Time stamps that are not reordered are wrong, and those of joined files may start again.
@@ -310,7 +308,7 @@ def _sampled_frames(stream: Any, packets: Sequence[Any], sampled: set[int]) -> I
         frames = _frames(stream, packets[first : last + 1], sampled)
         if first > 0:
             start = packets[first].pts
-            head = next((frame for frame in frames if frame.pts >= start), None)
+            head = next((one for one in frames if one.pts is not None and one.pts >= start), None)
             if head is None or head.pts != start or head.pict_type != PictureType.I:
                 # This is no complete picture, as in a stream that refreshes parts of the picture
                 # in turn. So the file must be decoded from its start.
@@ -329,7 +327,7 @@ def _runs(packets: Sequence[Any], sampled: set[int]) -> list[tuple[int, int]]:
     keys: list[int] = []
     runs: list[tuple[int, int]] = []
     for last, packet in enumerate(packets):
-        if packet.is_keyframe:
+        if packet.is_keyframe and packet.pts is not None:
             keys.append(last)
         if packet.pts in sampled:
             shown = (key for key in reversed(keys) if packets[key].pts <= packet.pts)
@@ -373,35 +371,30 @@ def _decoded(stream: Any, packet: Any) -> Iterator[Any]:
         return
 
 
-def _orientation(frame: Any) -> tuple[int, int, int, int]:
-    """Return the signs (a, b, c, d) of a frame's display matrix, which maps a pixel's (x, y) to
-    (a x + c y, b x + d y). Other angles than multiples of 90 degrees count as the identity.
+def _orientation(frame: Any) -> tuple[bool, int, int]:
+    """Return whether an upright frame's columns are rows of the coded one, and the steps (1 or -1)
+    by which the result is read across and down. Other angles than multiples of 90 degrees are
+    ignored.
     """
     data = frame.side_data.get("DISPLAYMATRIX")
-    if data is None:
-        return 1, 0, 0, 1
-    values = np.frombuffer(bytes(data), np.int32)
-    a, b, c, d = (int(np.sign(values[i])) for i in (0, 1, 3, 4))
-    return (
-        (a, b, c, d)
-        if (a and d and not b and not c) or (b and c and not a and not d)
-        else (1, 0, 0, 1)
-    )
-
-
-def _is_transposed(frame: Any) -> bool:
-    return _orientation(frame)[0] == 0
+    if data is not None:
+        # A pixel at (x, y) is shown at (a x + c y, b x + d y).
+        a, b, _, c, d = np.sign(np.frombuffer(bytes(data), np.int32)[:5]).tolist()
+        if a and d and not b and not c:
+            return False, a, d
+        if b and c and not a and not d:
+            return True, c, b
+    return False, 1, 1
 
 
 def _to_rgb(frame: Any, plan: VideoPlan) -> ByteArray:
     """Return the upright pixels of a frame in the plan's size."""
-    a, b, c, d = _orientation(frame)
-    width, height = (plan.width, plan.height) if a else (plan.height, plan.width)
+    is_transposed, across, down = _orientation(frame)
+    width, height = (plan.height, plan.width) if is_transposed else (plan.width, plan.height)
     rgb = frame.to_ndarray(format="rgb24", width=width, height=height, threads=1)
-    if not a:
+    if is_transposed:
         rgb = rgb.transpose(1, 0, 2)
-    across, down = (a, d) if a else (c, b)
-    return np.ascontiguousarray(rgb[:: down or 1, :: across or 1])
+    return np.ascontiguousarray(rgb[::down, ::across])
 
 
 @contextmanager
