@@ -22,6 +22,7 @@ CODECS = {
     "mjpeg": ("mjpeg", {}),
     # A column of blocks at a time is refreshed instead of the whole picture.
     "h264 refresh": ("libx264", {"g": "12", "x264-params": "intra-refresh=1"}),
+    "h264 interlaced": ("libx264", {"g": "12", "x264-params": "interlaced=1"}),
     "h264 open": ("libx264", {"g": "12", "x264-params": "open-gop=1:bframes=4:b-adapt=0"}),
 }
 

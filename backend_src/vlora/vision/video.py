@@ -301,21 +301,29 @@ def _numbers(times: Sequence[int | None], is_reordered: bool) -> dict[int, int] 
 
 def _sampled_frames(stream: Any, packets: Sequence[Any], sampled: set[int]) -> Iterator[Any]:
     """Yield the frames with the time stamps `sampled`, among others, in order."""
-    from av.video.frame import PictureType
-
     runs = _runs(packets, sampled)
     for first, last in runs:
         frames = _frames(stream, packets[first : last + 1], sampled)
-        if first > 0:
-            start = packets[first].pts
-            head = next((one for one in frames if one.pts is not None and one.pts >= start), None)
-            if head is None or head.pts != start or head.pict_type != PictureType.I:
-                # This is no complete picture, as in a stream that refreshes parts of the picture
-                # in turn. So the file must be decoded from its start.
-                yield from _frames(stream, packets[: runs[-1][1] + 1])
-                return
-            yield head
+        # Frames that are sent after a key frame but shown before it cannot be decoded from it.
+        start = packets[first].pts if first else None
+        usable = (
+            one for one in frames if start is None or (one.pts is not None and one.pts >= start)
+        )
+        head = next(usable, None)
+        if head is None or head.interlaced_frame or not (first == 0 or _is_whole(head, start)):
+            # A packet may have only one field of a frame, and only a part of a picture may be
+            # refreshed at a time. So the file must be decoded from its start.
+            yield from _frames(stream, packets[: runs[-1][1] + 1])
+            return
+        yield head
         yield from frames
+
+
+def _is_whole(frame: Any, time: int | None) -> bool:
+    """Return whether a frame is the key frame of a time stamp, and depends on no other frame."""
+    from av.video.frame import PictureType
+
+    return bool(frame.pts == time and frame.pict_type == PictureType.I)
 
 
 def _runs(packets: Sequence[Any], sampled: set[int]) -> list[tuple[int, int]]:
