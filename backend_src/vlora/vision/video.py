@@ -234,7 +234,9 @@ def _stream_of(container: Any, name: str) -> Any:
     codec = stream.codec_context and stream.codec_context.codec.canonical_name
     if codec not in CODECS:
         accepted = ", ".join(CODECS.values())
-        raise InvalidArgument(f"{name} has video of codec '{codec}'; accepted: {accepted}")
+        raise InvalidArgument(
+            f"{name} has video of codec '{codec or 'unknown'}'; accepted: {accepted}"
+        )
     # Several decoder processes run at a time, so more threads would not decode more files.
     stream.codec_context.thread_count = 1
     for other in container.streams:
