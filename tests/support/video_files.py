@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -73,6 +74,9 @@ def video(
                 frame.pts, frame.time_base = times[i], Fraction(1, 1000)
             file.mux(stream.encode(frame))
         file.mux(stream.encode(None))
+    if encoder == "libsvtav1":
+        # It gives its caller a real-time priority, which all processes started later would inherit.
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     return content.getvalue()
 
 
