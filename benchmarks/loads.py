@@ -134,7 +134,9 @@ class GrpcClient:
                 "ignore_eos": True,
             }
             keys |= {} if request.adapter is None else {"lora_name": request.adapter}
-            question = Question(name, request.prompt, request.task, images, (), keys, stream=True)
+            question = Question(
+                name, request.prompt, request.task, images, sampling=keys, stream=True
+            )
             questions.append((question, request.tokens))
         started = time.perf_counter()
         times = await asyncio.gather(*(self._ask(*question) for question in questions))

@@ -9,6 +9,7 @@ examples, in the folder of the repository with a server of the demo model:
       "How many objects are there in the picture?"
   python clients/openai_example.py tools/demo/samples/vqa.png tools/demo/samples/count.png --each \\
       "Is there a star?"
+  python clients/openai_example.py clip.mp4 --frames 4 "What happens?"
   python clients/openai_example.py --list
 """
 
@@ -36,14 +37,16 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    text = "image files, then the question"
-    parser.add_argument("words", nargs="*", metavar="IMAGE … QUESTION", help=text)
+    text = "image and video files, then the question"
+    parser.add_argument("words", nargs="*", metavar="FILE … QUESTION", help=text)
     text = "URL of the gateway (default: %(default)s)"
     parser.add_argument("--url", default=DEFAULT_URL, metavar="URL", help=text)
     text = "name of an adapter, or base (default: %(default)s)"
     parser.add_argument("--model", default="base", metavar="NAME", help=text)
     text = "maximum number of tokens"
     parser.add_argument("--max-tokens", type=whole_number, metavar="N", help=text)
+    text = "number of frames to use of each video file (default: the checkpoint decides)"
+    parser.add_argument("--frames", type=whole_number, metavar="N", help=text)
     text = "API key, if the gateway has keys (default: $OPENAI_API_KEY)"
     key = os.environ.get("OPENAI_API_KEY", "none")
     parser.add_argument("--key", default=key, metavar="KEY", help=text)
@@ -69,21 +72,26 @@ def whole_number(text: str) -> int:
 
 
 def request(given: argparse.Namespace, images: Sequence[str], question: str) -> dict[str, Any]:
-    """Return the arguments of a chat completion with image files and a question."""
-    parts: list[dict[str, Any]] = [image_part(Path(name)) for name in images]
+    """Return the arguments of a chat completion with image and video files and a question."""
+    parts: list[dict[str, Any]] = [media_part(Path(name)) for name in images]
     content = [*parts, {"type": "text", "text": question}]
     asked = {"model": given.model, "messages": [{"role": "user", "content": content}]}
-    return asked | ({"max_tokens": given.max_tokens} if given.max_tokens else {})
+    if given.max_tokens:
+        asked["max_tokens"] = given.max_tokens
+    if given.frames:
+        asked["extra_body"] = {"media_io_kwargs": {"video": {"num_frames": given.frames}}}
+    return asked
 
 
-def image_part(file: Path) -> dict[str, Any]:
-    """Return an image file as a part of a message, inside a data URL."""
+def media_part(file: Path) -> dict[str, Any]:
+    """Return an image or video file as a part of a message, inside a data URL."""
     kind = mimetypes.guess_type(file.name)[0] or "application/octet-stream"
     try:
         content = base64.b64encode(file.read_bytes()).decode()
     except OSError as error:
         sys.exit(f"error: {file} cannot be read: {error.strerror}")
-    return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{content}"}}
+    part = "video_url" if kind.startswith("video/") else "image_url"
+    return {"type": part, part: {"url": f"data:{kind};base64,{content}"}}
 
 
 def ask(client: openai.OpenAI, given: argparse.Namespace) -> None:

@@ -57,6 +57,11 @@ class Limits:
     max_decode_seconds: float = 10.0
     max_decode_bytes: int = 1024**3
     max_images: int = 64
+    # Sampled frames of all video files. transformers has this limit for a file.
+    max_video_frames: int = 768
+    max_video_bytes: int = 128 * 1024 * 1024
+    # Processor time instead of `max_decode_seconds` for a request with video files.
+    max_video_seconds: float = 60.0
     max_in_flight_bytes: int = 4 * 1024**3
     max_json_bytes: int = 64 * 1024
     max_metadata_bytes: int = 1024 * 1024

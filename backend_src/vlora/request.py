@@ -33,23 +33,46 @@ class PromptText(str):
     literals: spans (start, end) of the prompt, in order, that are only text, although they spell
         special tokens or placeholders.
     is_complete: whether it has all special tokens, so that no begin-of-text token is added.
+    order: entry of `ImageFeatures.layout` of each placeholder; () if they have its order.
     """
 
     literals: tuple[tuple[int, int], ...]
     is_complete: bool
+    order: tuple[int, ...]
 
     def __new__(
-        cls, text: str, literals: tuple[tuple[int, int], ...] = (), is_complete: bool = False
+        cls,
+        text: str,
+        literals: tuple[tuple[int, int], ...] = (),
+        is_complete: bool = False,
+        order: tuple[int, ...] = (),
     ) -> PromptText:
         self = super().__new__(cls, text)
         self.literals = literals
         self.is_complete = is_complete
+        self.order = order
         return self
 
 
 @dataclass(frozen=True)
+class Clip:
+    """The sampled frames of a video file.
+
+    seconds: time of each frame.
+    fps: frames per second, on average.
+    """
+
+    seconds: tuple[float, ...]
+    fps: float
+
+    @property
+    def frames(self) -> int:
+        return len(self.seconds)
+
+
+@dataclass(frozen=True)
 class ImageFeatures:
-    """Encoded images of one request, in the order of their placeholders in the prompt.
+    """Encoded images of one request: images, then video files, then the frames of its clip.
 
     features: [rows, hidden] float32, output of the connector.
     layout: [images, 6] int32 with the columns first row, rows, t, h, w, is_video. The rows of image
@@ -58,11 +81,13 @@ class ImageFeatures:
         above 1 for a clip whose frames are encoded together. h and w are in patches.
     adapter_version: version of the adapter whose vision part made the features; "" for the base
         model's tower; None if unknown.
+    videos: the video files. The clip has the rest of the frames.
     """
 
     features: FloatArray
     layout: IntArray
     adapter_version: str | None = None
+    videos: tuple[Clip, ...] = ()
 
     @property
     def count(self) -> int:
@@ -70,7 +95,9 @@ class ImageFeatures:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Numbers of images and frames. Raises InvalidArgument for too many frames per row."""
+        """Numbers of images, and of frames that belong to no video file. Raises InvalidArgument for
+        too many frames per row, and for fewer than the files have.
+        """
         frames = self.layout[:, 5].astype(np.int64)
         limit = MAX_FRAMES_PER_ROW * len(self.features)
         if frames.clip(0).sum() > limit:
@@ -78,7 +105,26 @@ class ImageFeatures:
                 f"'image_layout' has {frames.clip(0).sum()} frames in column is_video;"
                 f" {len(self.features)} rows of 'image_features' show at most {limit}"
             )
-        return int((frames == 0).sum()), int(frames.sum())
+        rest = int(frames.sum()) - sum(video.frames for video in self.videos)
+        if rest < 0:
+            raise InvalidArgument(
+                f"'image_layout' has {frames.sum()} frames, fewer than the video files"
+            )
+        return int((frames == 0).sum()), rest
+
+    def videos_by_entry(self) -> list[int | None]:
+        """Return the number of each layout entry's video file; None if it belongs to none."""
+        left = [video.frames for video in self.videos]
+        found: list[int | None] = []
+        number = 0
+        for frames in self.layout[:, 5].tolist():
+            while number < len(left) and left[number] <= 0:
+                number += 1
+            is_file = frames > 0 and number < len(left)
+            found.append(number if is_file else None)
+            if is_file:
+                left[number] -= frames
+        return found
 
     def check(self, hidden: int) -> None:
         """Check values and shape of the features, and that the layout covers all rows in order.

@@ -30,6 +30,8 @@ MAX_STOP_STRINGS = 16
 MIN_TEMPERATURE = 0.01  # A lower one would lose precision of the scores. vLLM has the same limit.
 RANDOM_SEED = -1  # Stands for no seed, as in vLLM.
 ADAPTER_KEY = "lora_name"  # Sent with the sampling keys but does not affect sampling.
+# vLLM's keys about images and videos, which only the vision encoder applies.
+MEDIA_IO, PROCESSOR = MEDIA_KEYS = ("media_io_kwargs", "mm_processor_kwargs")
 MAX_STREAM_ID = 256  # Maximum number of characters, also of a `cache_salt`.
 MAX_INTEGER = 2**31 - 1  # Maximum value of token counts and token ids.
 
@@ -169,6 +171,8 @@ class SamplingParams:
                 values[name] = structure
             elif key == ADAPTER_KEY:
                 optional(read_text)(key, value)
+            elif key in MEDIA_KEYS:
+                MediaOptions.parse(raw)
             elif key in _READERS:
                 values[key] = _READERS[key](key, value)
             elif value is not None or key not in (*REFUSED, *STRUCTURE_KEYS):
@@ -199,6 +203,79 @@ class SamplingParams:
                 f"'structured_outputs' cannot be combined with '{conflicts[0]}': the structure"
                 " determines where the answer may end"
             )
+
+
+@dataclass(frozen=True)
+class MediaOptions:
+    """How a request's images and videos are prepared. None leaves it to the checkpoint.
+
+    num_frames, fps, do_sample_frames, max_frames: which frames of a video file are used, as in
+        `vlora.vision.video.VideoSampling`.
+    min_pixels, max_pixels: limits to which a picture is scaled, as those of its image processor.
+    """
+
+    num_frames: int | None = None
+    fps: float | None = None
+    do_sample_frames: bool | None = None
+    max_frames: int | None = None
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+
+    @staticmethod
+    def parse(raw: Mapping[str, Any]) -> MediaOptions:
+        """Return the options in sampling keys. Raises InvalidArgument."""
+        io = _known_keys(MEDIA_IO, raw.get(MEDIA_IO), ("video",))
+        video = _known_keys(f"{MEDIA_IO}.video", io.get("video"), ("num_frames", "fps"))
+        known = ("fps", "do_sample_frames", "max_frames", "min_pixels", "max_pixels")
+        processor = _known_keys(PROCESSOR, raw.get(PROCESSOR), known)
+        first, second = (
+            {
+                key: _MEDIA[key](key, value)
+                # In vLLM, -1 stands for no limit of frames or rate.
+                for key, value in given.items()
+                if value is not None and (key not in ("num_frames", "fps") or value != -1)
+            }
+            for given in (video, processor)
+        )
+        if "fps" in first and first["fps"] != second.get("fps", first["fps"]):
+            raise InvalidArgument(
+                f"'{MEDIA_IO}.video.fps' = {first['fps']:g} and '{PROCESSOR}.fps' ="
+                f" {second['fps']:g} differ; give one of them"
+            )
+        options = MediaOptions(**first | second)
+        if (options.min_pixels or 0) > (options.max_pixels or math.inf):
+            raise InvalidArgument(
+                f"'min_pixels' = {options.min_pixels} is above 'max_pixels' = {options.max_pixels}"
+            )
+        return options
+
+
+AS_CHECKPOINT = MediaOptions()
+
+
+def _known_keys(name: str, value: Any, known: tuple[str, ...]) -> Mapping[str, Any]:
+    """Return an object of a request, {} for null. Raises InvalidArgument for an unknown key."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise wrong_value(name, value, f"an object with the keys {', '.join(known)}")
+    for key in value:
+        if key not in known:
+            raise InvalidArgument(
+                f"unknown key {shown(key)} of '{name}'{nearest(key, known) or '.'}"
+                f" Known: {', '.join(known)}"
+            )
+    return value
+
+
+_MEDIA: dict[str, Reader] = {
+    "do_sample_frames": read_boolean,
+    **{
+        key: Range(1, MAX_INTEGER, f"a whole number from 1 to {MAX_INTEGER}", whole=True)
+        for key in ("num_frames", "max_frames", "min_pixels", "max_pixels")
+    },
+    "fps": Range(1e-3, 1e3, "frames per second from 0.001 to 1000"),
+}
 
 
 def is_known(key: str) -> bool:
@@ -286,4 +363,8 @@ _READERS: dict[str, Reader] = {
     "supersede": read_boolean,
 }
 
-KNOWN_KEYS: tuple[str, ...] = (*(f.name for f in fields(SamplingParams)), ADAPTER_KEY)
+KNOWN_KEYS: tuple[str, ...] = (
+    *(f.name for f in fields(SamplingParams)),
+    ADAPTER_KEY,
+    *MEDIA_KEYS,
+)

@@ -320,7 +320,7 @@ def test_positions_are_those_of_a_published_example() -> None:
     layout = np.array([[0, rows, 84, 24, 32, 168]], np.int32)
     images = ImageFeatures(np.zeros((rows, 1), np.float32), layout)
     feature_row = [NO_IMAGE] * 15 + [*range(rows)] + [NO_IMAGE] * 10
-    positions = prompt_positions(feature_row, images, image_grids(images, 2), 4.0)
+    positions = prompt_positions(feature_row, images, image_grids(images, 2), [4.0])
     assert positions[:, :16].tolist() == [[*range(15), 15]] * 3
     assert positions[:, 15 + rows - 1].tolist() == [347, 26, 30]
     assert positions[:, -10:].tolist() == [[*range(348, 358)]] * 3

@@ -154,6 +154,7 @@ OUTPUTS = {
         "image_layout",
         "image_size",
         "image_digest",
+        "image_videos",
         "image_adapter",
     ),
     "task_head": ("result",),

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 
+from vlora.request import Clip
 from vlora.vision.decoding import ImageDecoder
 from vlora.vision.images import DecodedImage, ImageRequest, PictureSize
 from vlora.vision.pictures import ByteArray
+from vlora.vision.video import VideoSampling
 
 
 class Kept:
@@ -17,14 +19,18 @@ class Kept:
         self._together = together
         self._parts: list[DecodedImage] = []
         self.sizes: list[PictureSize] = []
+        self.videos: list[Clip] = []
         self.images: list[DecodedImage] = []
 
     @property
     def pictures(self) -> int:
         return len(self.images)
 
-    def plan(self, sizes: Sequence[PictureSize]) -> None:
-        self.sizes = list(sizes)
+    def sample(self, sampling: VideoSampling, total: int, fps: float) -> Sequence[int]:
+        return range(sampling.check_count(sampling.num_frames or total, total))
+
+    def plan(self, sizes: Sequence[PictureSize], videos: Sequence[Clip] = ()) -> None:
+        self.sizes, self.videos = list(sizes), list(videos)
 
     def number_of_next(self) -> int:
         return min(self._together, len(self.sizes) - len(self.images))

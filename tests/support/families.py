@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, repeat
 from pathlib import Path
 from typing import Any
 
@@ -81,23 +81,24 @@ def video_patches(video: torch.Tensor, side: int, merge: int, times: int) -> tor
 
 
 def published_positions(base: Any, types: list[int], pixels: dict[str, Any]) -> torch.Tensor:
-    """Return the positions that Qwen's own code gives the tokens of a prompt with a clip,
+    """Return the positions that Qwen's own code gives the tokens of a prompt with clips,
     [3, 1, tokens]. Those of transformers differ since version 5.3 (see `next_position`).
 
     types: 0 for text, 1 for a token of an image and 2 for one of a clip.
     """
     grids = {1: pixels.get("image_grid_thw"), 2: pixels.get("video_grid_thw")}
     rest = {kind: iter(() if grid is None else grid) for kind, grid in grids.items()}
-    vision, interval = base.config.vision_config, 1.0
+    vision, intervals = base.config.vision_config, repeat(1.0)
     if base.config.model_type == "qwen2_5_vl":
-        interval = vision.tokens_per_second * pixels["second_per_grid_ts"][0]
+        seconds = pixels.get("second_per_grid_ts", ())
+        intervals = (vision.tokens_per_second * pair for pair in seconds)
     parts = [torch.full((3, 1), -1)]
     for kind, run in groupby(types):
         start = int(parts[-1].max()) + 1
         if kind == 0:
             parts.append(torch.arange(start, start + len(list(run))).expand(3, -1))
             continue
-        spacing = interval if kind == 2 else 1.0
+        spacing = next(intervals) if kind == 2 else 1.0
         sides = 1, vision.spatial_merge_size
         parts.append(base.model.get_vision_position_ids(start, next(rest[kind]), *sides, spacing))
     return torch.cat(parts[1:], dim=1)[:, None]
@@ -224,14 +225,18 @@ class Family(OracleFamily):
             features = base.get_image_features(**pixels).pooler_output
             rows += [[base.config.image_token_id] * len(one) for one in features]
         if frames:
-            rows += self._add_video(base, pixels, frames)
+            rows += self.add_video(pixels, frames)
         return pixels, iter(rows)
 
-    def _add_video(
-        self, base: Any, pixels: dict[str, Any], frames: Sequence[DecodedImage]
+    def add_video(
+        self, pixels: dict[str, Any], frames: Sequence[DecodedImage], fps: float = 24
     ) -> list[list[int]]:
         """Add the stock model's inputs for a clip to `pixels`, and return its tokens, by
-        placeholder. Without torchvision, transformers has no processor of videos."""
+        placeholder. Without torchvision, transformers has no processor of videos.
+
+        fps: frequency of the frames.
+        """
+        base = self.model.get_base_model()
         config, processor = base.config, self.processor
         joined = config.model_type != "llava_onevision"
         height = width = config.vision_config.image_size if not joined else 0
@@ -245,8 +250,9 @@ class Family(OracleFamily):
         values = (torch.from_numpy(np.stack(pictures)).float() / 255 - mean) / std
         video = values.permute(0, 3, 1, 2)[None]
         token = config.video_token_id
+        before = [pixels["pixel_values_videos"]] if "pixel_values_videos" in pixels else []
         if not joined:
-            pixels["pixel_values_videos"] = video
+            pixels["pixel_values_videos"] = torch.cat([*before, video])
             count = len(base.get_video_features(video).pooler_output[0]) - 1
             rows = [[token] * (count // len(frames)) for _ in frames]
             rows[-1].append(token)
@@ -254,9 +260,12 @@ class Family(OracleFamily):
         sizes = (processor.patch_size, processor.merge_size, processor.temporal_patch_size)
         patches = video_patches(video[0], *sizes)
         grid = [-(-len(frames) // sizes[2]), height // sizes[0], width // sizes[0]]
-        pixels |= {"pixel_values_videos": patches, "video_grid_thw": torch.tensor([grid])}
+        pixels["pixel_values_videos"] = torch.cat([*before, patches])
+        grids = pixels.get("video_grid_thw", torch.empty(0, 3, dtype=torch.long))
+        pixels["video_grid_thw"] = torch.cat([grids, torch.tensor([grid])])
         if config.model_type == "qwen2_5_vl":
-            pixels["second_per_grid_ts"] = [processor.temporal_patch_size / 24]
+            pair = processor.temporal_patch_size / fps
+            pixels["second_per_grid_ts"] = [*pixels.get("second_per_grid_ts", ()), pair]
         rows = [token] * (len(patches) // processor.merge_size**2)
         if config.model_type != "qwen3_vl":
             return [rows]
@@ -322,7 +331,6 @@ class Family(OracleFamily):
             ids += next(rows) if token == base.config.image_token_id else [token]
         return ids, pixels
 
-    @torch.inference_mode()
     def logits(
         self,
         prompt: AnyPrompt,
@@ -330,8 +338,14 @@ class Family(OracleFamily):
         adapter: str | None,
         answer: list[int],
     ) -> torch.Tensor:
+        return self.logits_of(*self._inputs(prompt, images), adapter, answer)
+
+    @torch.inference_mode()
+    def logits_of(
+        self, ids: list[int], pixels: dict[str, Any], adapter: str | None, answer: list[int]
+    ) -> torch.Tensor:
+        """Return `logits` for a prompt's tokens and the model's other inputs."""
         base = self.model.get_base_model()
-        ids, pixels = self._inputs(prompt, images)
         tokens = torch.tensor([ids + answer])
         arguments = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), **pixels}
         if pixels.keys() & {"image_grid_thw", "video_grid_thw"}:

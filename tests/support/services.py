@@ -16,7 +16,7 @@ from tests.support.fakes import TEMPLATE, FakeEngine, FakeResponder, adapter, fe
 from tests.support.polling import until
 from vlora.config import Limits
 from vlora.live_requests import RequestTable
-from vlora.request import ImageFeatures, Output
+from vlora.request import Clip, ImageFeatures, Output
 from vlora.serving.arrivals import ArrivalStamps
 from vlora.serving.lmm import LmmService
 from vlora.serving.lmm_unary import LmmUnaryService
@@ -193,9 +193,13 @@ class FakeEncoder:
         self.groups.append(requests)
 
     def receive(
-        self, part: VisionPart | None, hold: Callable[[int], None], salt: str | None
+        self,
+        part: VisionPart | None,
+        hold: Callable[[int], None],
+        salt: str | None,
+        options: object,
     ) -> Any:
-        return SimpleNamespace(images=[])
+        return SimpleNamespace(images=[], videos=())
 
     def encode(self, images: Sequence[DecodedImage]) -> list[str]:
         runs = groupby(images, key=lambda image: image.view)
@@ -205,7 +209,9 @@ class FakeEncoder:
             raise self.error
         return ["features"] * len(images)
 
-    def assemble(self, images: Sequence[DecodedImage], features: Sequence[str]) -> EncodedImages:
+    def assemble(
+        self, images: Sequence[DecodedImage], features: Sequence[str], videos: Sequence[Clip] = ()
+    ) -> EncodedImages:
         assert len(images) == len(features)
         count = len(images)
         layout = [(2 * i, 2, 1, 1, 2, 0) for i in range(count)]

@@ -38,6 +38,41 @@ def question(words: str = PROMPT, *images: bytes) -> list[dict[str, Any]]:
     return [{"role": "user", "content": parts}]
 
 
+def test_a_video_file_stands_anywhere_among_pictures(gateway: Gateway, ask: Asker) -> None:
+    pytest.importorskip("av", reason="the extra video is not installed")
+    from tests.support.video_files import video
+
+    def clip(data: bytes) -> dict[str, Any]:
+        url = f"data:video/mp4;base64,{base64.b64encode(data).decode()}"
+        return {"type": "video_url", "video_url": {"url": url}}
+
+    words, files = {"type": "text", "text": PROMPT}, [video(), video("vp9")]
+    sampling = {"media_io_kwargs": {"video": {"num_frames": 3}}, "temperature": 0, "max_tokens": 8}
+    parts = [clip(files[0]), image(picture()), clip(files[1]), words]
+    kinds = [{"type": kind} for kind in ("video", "image", "video")]
+    conversation = json.dumps({"messages": [{"role": "user", "content": [*kinds, words]}]})
+    (expected,) = ask.stream(
+        "lmm",
+        text_input=conversation,
+        image=picture(),
+        video=files,
+        task="chat",
+        sampling_parameters=sampling,
+        exclude_input_in_output=True,
+        return_num_input_tokens=True,
+    )
+    create = gateway.client.chat.completions.create
+    keys = {"media_io_kwargs": sampling["media_io_kwargs"]}
+    messages = [{"role": "user", "content": parts}]
+    answer = create(model="base", messages=messages, max_tokens=8, extra_body=keys)
+    assert answer.choices[0].message.content == expected["text_output"]
+    assert answer.usage.prompt_tokens == expected["num_input_tokens"]
+    messages = [{"role": "user", "content": [*parts[:2], clip(b"no video at all"), words]}]
+    with pytest.raises(openai.BadRequestError, match="video 1 is neither") as refused:
+        create(model="base", messages=messages)
+    assert refused.value.param == "messages[0].content[2].video_url.url"
+
+
 def test_the_models_are_the_base_and_every_usable_adapter(
     gateway: Gateway, served_adapters: Path
 ) -> None:

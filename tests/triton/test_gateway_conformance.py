@@ -129,6 +129,7 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
             "include_reasoning": True,
             "kv_transfer_params": None,
             "lora_path": None,
+            "media_io_kwargs": {"video": {"num_frames": 4}},
             "mm_processor_kwargs": {},
             "no_stop_trim": False,
             "regex": None,

@@ -1,5 +1,7 @@
 """Tests of `video_analytics`, which takes images or a clip and returns one structured answer."""
 
+import base64
+import io
 import itertools
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -8,7 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from tests.support.triton_client import Asker, Refused, picture
+from tests.support.triton_client import Asker, Refused, picture, png
 from vlora.vision.results import result_schema
 
 ANALYTICS = "video_analytics"
@@ -64,6 +66,30 @@ def test_images_and_frames_are_indexed_separately(ask: Asker) -> None:
     )
     assert [one["index"] for one in result["images"]] == [0, 1]
     assert [one["index"] for one in result["frames"]] == [0, 1, 2]
+
+
+def test_a_video_file_is_answered_as_its_sampled_frames(ask: Asker) -> None:
+    av = pytest.importorskip("av", reason="the extra video is not installed")
+    from tests.support import video_files as files
+
+    data = files.video("mjpeg", "mkv")
+    with av.open(io.BytesIO(data)) as file:
+        every = [frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)]
+    sampled = {"media_io_kwargs": {"video": {"num_frames": 4}}, "max_tokens": 8}
+    question = {"text_input": "What?", "task": "vqa", "image": picture()}
+    result = result_of(ask, video=data, sampling_parameters=sampled, **question)
+    (video,) = result["videos"]
+    assert [one["seconds"] for one in video["frames"]] == [0.0, 0.4, 0.8, 1.2]
+    assert (len(result["images"]), result["frames"]) == (1, [])
+    frames = [png(every[number]) for number in (0, 10, 20, 30)]
+    asked = {"sampling_parameters": {"max_tokens": 8}, **question}
+    assert result["text"] == result_of(ask, frames=frames, **asked)["text"]
+    encoded = [base64.b64encode(data).decode()]
+    keys = sampled | {"temperature": 0}
+    own = {**question, "video": encoded, "sampling_parameters": keys}
+    assert ask.text("lmm", exclude_input_in_output=True, **own) == result["text"]
+    with pytest.raises(Refused, match="INVALID_ARG: video 0 is neither a video file"):
+        ask.once(ANALYTICS, text_input="What?", video=picture())
 
 
 def test_a_head_returns_scores_by_label_and_its_best_label_as_text(ask: Asker) -> None:

@@ -13,9 +13,16 @@ import pytest
 from tests.support.fakes import TEMPLATE, adapter, features, first
 from vlora.config import Limits
 from vlora.errors import InvalidArgument
-from vlora.request import Output, Request, Timings, TokenLogprob
+from vlora.request import Clip, Output, Request, Timings, TokenLogprob
 from vlora.serving.answer_writer import AnswerWriter
-from vlora.serving.codec import Call, is_cancel, prepare, read_call, sampling_keys
+from vlora.serving.codec import (
+    Call,
+    describe_videos,
+    is_cancel,
+    prepare,
+    read_call,
+    sampling_keys,
+)
 from vlora.serving.task_head import to_result
 from vlora.serving.tensors import EncodedStrings, Tensors, check_strings, flag, strings
 from vlora.tasks import TASKS
@@ -152,6 +159,23 @@ def test_images_and_frames_are_counted_from_the_layout() -> None:
     tensors["image_layout"][1, 5] = 11
     with pytest.raises(InvalidArgument, match="has 11 frames in column is_video; 5 rows of"):
         prepare_call(read(**tensors))
+
+
+def test_frames_of_video_files_are_told_from_those_of_the_clip() -> None:
+    videos = (Clip((0.0, 0.5, 1.0), 2.0), Clip((0.0,), 24.0))
+    tensors = features(1, 2, 1, 1, 4)
+    tensors["image_layout"][:, 5] = [0, 2, 1, 1, 4]
+    tensors["image_videos"] = strings([describe_videos(videos)])
+    call = read(**tensors)
+    assert (call.counts, call.videos) == ((1, 4), videos)
+    assert call.images is not None
+    assert call.images.videos_by_entry() == [None, 0, 0, 1, None]
+    tensors["image_layout"][3:, 5] = 0
+    with pytest.raises(InvalidArgument, match="has 3 frames, fewer than the video files"):
+        prepare_call(read(**tensors))
+    for wrong in ('{"videos": [{}]}', '{"videos": [{"seconds": [-1], "fps": 1}]}', "[]"):
+        with pytest.raises(InvalidArgument, match="'image_videos'"):
+            read(**features(1), image_videos=strings([wrong]))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -26,9 +27,10 @@ from tests.support.processes import children_that_run
 from vlora.config import Limits
 from vlora.errors import Internal, InvalidArgument, Unavailable
 from vlora.launcher.processes import is_alive
-from vlora.vision import decode_worker
+from vlora.sampling import MediaOptions
+from vlora.vision import decode_worker, decoding
 from vlora.vision.decoding import SLOW_NICENESS, ImageDecoder, PixelPool
-from vlora.vision.images import DecodedImage, check_images
+from vlora.vision.images import DecodedImage, ImageRequest, check_images
 from vlora.vision.pictures import ByteArray
 
 LIMITS = Limits()
@@ -105,6 +107,111 @@ def test_an_image_that_needs_too_much_memory_is_refused(
     with pytest.raises(InvalidArgument, match=message):
         decode(decoder, picture()[1], image, limits=replace(LIMITS, max_decode_bytes=limit))
     check_that_it_works(decoder)
+
+
+def videos_of(*data: bytes, limits: Limits = LIMITS, **options: int) -> ImageRequest:
+    return check_images([], [], None, limits, data, MediaOptions(**options))
+
+
+@pytest.fixture(scope="module")
+def video() -> bytes:
+    pytest.importorskip("av", reason="the extra video is not installed")
+    from tests.support.video_files import video
+
+    return video()
+
+
+def test_video_files_are_clips_of_their_own(decoder: ImageDecoder, video: bytes) -> None:
+    _, png = picture()
+    request = check_images([png], [png] * 2, None, LIMITS, [video, b64encode(video)])
+    kept = Kept()
+    images = start(decoder, request, kept).result(60)
+    assert [(size.is_frame, size.clip) for size in kept.sizes] == [
+        (False, 0),
+        *[(True, number) for number in (0, 1) for _ in range(40)],
+        *[(True, 2)] * 2,
+    ]
+    assert kept.videos[0] == kept.videos[1]
+    assert kept.videos[0].seconds == tuple(i / 25 for i in range(40))
+    assert kept.videos[0].fps == 25
+    np.testing.assert_array_equal(images[1].rgb, images[41].rgb)
+    assert not images[1].rgb.flags.writeable
+
+
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [
+        ({"max_video_frames": 39}, "video 0: 40 frames .* the limit is 39"),
+        ({"max_video_frames": 79}, "with video 1 .* 80 frames of videos; the limit is 79"),
+        ({"max_video_frames": 1}, "2 videos; .* the limit is 1 frames"),
+        ({"max_video_bytes": 999}, "video 0 has .* bytes; the limit is 999"),
+        ({"max_image_megapixels": 0.001}, r"a frame of video 0 is 64x48 = 0\.003 megapixels"),
+    ],
+)
+def test_limits_of_videos_are_their_own(
+    decoder: ImageDecoder, video: bytes, limit: dict[str, int], message: str
+) -> None:
+    limits = replace(LIMITS, max_images=1, **limit)
+    with pytest.raises(InvalidArgument, match=message):
+        start(decoder, videos_of(video, video, limits=limits), Kept()).result(60)
+    start(decoder, videos_of(video, num_frames=8), Kept()).result(60)
+
+
+def test_a_video_that_takes_too_long_is_refused(decoder: ImageDecoder, video: bytes) -> None:
+    from tests.support.video_files import video as encoded
+
+    noise = np.random.default_rng(0).integers(0, 256, (240, 320, 3), np.uint8)
+    slow = encoded("mjpeg", "mkv", frames=[noise] * 400)
+    limits = replace(LIMITS, max_video_seconds=0.02, max_decode_seconds=0.001)
+    with pytest.raises(InvalidArgument, match=r"0\.02 s .* video 1; .*'max_video_seconds'"):
+        start(decoder, videos_of(video, slow, limits=limits), Kept()).result(60)
+    check_that_it_works(decoder)
+
+
+def test_a_broken_video_is_the_error_of_its_request(decoder: ImageDecoder, video: bytes) -> None:
+    for wrong, message in (
+        (picture()[1], "video 1 is neither a video file"),
+        (video[:60], "video 1"),
+        (b"", "video 1 is empty"),
+    ):
+        with pytest.raises(InvalidArgument, match=message):
+            start(decoder, videos_of(video, wrong), Kept()).result(60)
+    check_that_it_works(decoder)
+
+
+def test_hostile_videos_have_typed_errors(decoder: ImageDecoder, video: bytes) -> None:
+    from tests.support.video_files import mutated
+
+    draw = np.random.default_rng(11)
+    outcomes = []
+    for data in (mutated(video, draw) for _ in range(40)):
+        outcome = start(decoder, videos_of(data, num_frames=4), Kept())
+        outcomes.append(outcome.exception(60))
+    assert {type(outcome) for outcome in outcomes} == {type(None), InvalidArgument}
+    check_that_it_works(decoder)
+
+
+def test_an_interrupted_video_goes_on_at_its_next_frame(
+    decoder: ImageDecoder, video: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = start(decoder, videos_of(video, num_frames=6), Kept()).result(60)
+    monkeypatch.setattr(decoding, "LONG_SECONDS", 0.0)
+    turns = []
+    take = decoder._take
+    monkeypatch.setattr(decoder, "_take", lambda: turns.append(1) or take())
+    kept = Kept()
+    others = [decoder._long.acquire(blocking=False) for _ in range(4)]
+    assert all(others)
+    future = start(decoder, videos_of(video, num_frames=6), kept)
+    # It gives up its regular permit and waits for one of the others.
+    until(lambda: bool(turns) and decoder._regular._value == 2)
+    assert 0 < kept.pictures < 6
+    for _ in others:
+        decoder._long.release()
+    images = future.result(60)
+    assert len(turns) > 1
+    for one, other in zip(images, whole, strict=True):
+        np.testing.assert_array_equal(one.rgb, other.rgb)
 
 
 def test_other_requests_are_decoded_while_slow_ones_run() -> None:

@@ -207,7 +207,9 @@ class FakeEncoder:
     """
 
     hidden = HIDDEN
-    prepare = staticmethod(lambda images: [PreparedImage(image, (2, 2), 4) for image in images])
+    prepare = staticmethod(
+        lambda images, options=None: [PreparedImage(image, (2, 2), 4) for image in images]
+    )
     preprocess = staticmethod(lambda image: {"rgb": image.rgb})
 
     def __init__(self, tower_digest="tower", failures=()):

@@ -88,6 +88,28 @@ def test_a_clip_is_a_list_of_frames() -> None:
     assert [frame.url.rpartition(",")[2] for frame in frames] == ["AA", "BB", "CC"]
 
 
+def test_video_files_and_pictures_come_in_any_order() -> None:
+    kinds = ("mp4", "webm", "quicktime", "x-matroska", "mp2t")
+    files = [f"data:video/{kind};base64,AA" for kind in kinds] + ["https://host/a.mp4"]
+    parts = [{"type": "video_url", "video_url": {"url": url}} for url in files]
+    extra = {
+        "media_io_kwargs": {"video": {"num_frames": "8"}},
+        "mm_processor_kwargs": {"fps": 2, "max_pixels": 4096},
+    }
+    read = chat(*parts[:1], IMAGE, *parts[1:], CLIP, text("What?"), **extra)
+    conversation = read.conversation
+    assert [one.url for one in conversation.videos] == files
+    assert (len(conversation.images), len(conversation.frames)) == (1, 3)
+    content = json.loads(conversation.text)["messages"][0]["content"]
+    assert [part["type"] for part in content[:3]] == ["video", "image", "video"]
+    assert {key: read.sampling[key] for key in extra} == extra
+    place = "messages[0].content[2].video_url.url"
+    assert conversation.without_urls().place_of("video 1 is corrupt") == place
+    for url in ("data:video/avi;base64,AA", "data:video/jpeg;base64", "file:///a.mp4", "rtsp://a"):
+        with pytest.raises(ApiError, match="must be a video file, data:video/mp4;base64"):
+            chat({"type": "video_url", "video_url": {"url": url}})
+
+
 @pytest.mark.parametrize("priority", [-1, "-5", -(2**31)])
 def test_a_tenant_has_a_salt_and_goes_before_no_other(priority: Any) -> None:
     assert of_tenant({"priority": "3"}, "alice") == {"priority": "3", "cache_salt": "alice"}
@@ -104,7 +126,7 @@ def test_the_number_of_images_and_frames_is_limited_before_they_are_read(frames:
     parts += [{"type": "video_url", "video_url": {"url": clip}}] if frames else []
     read = chat(*parts).conversation
     assert len(read.images) + len(read.frames) == MAX_MEDIA
-    with pytest.raises(ApiError, match="has 1025 or more images and frames; the limit is 1024"):
+    with pytest.raises(ApiError, match="has 1025 or more images, videos and frames; the limit is"):
         chat(IMAGE, *parts)
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from tools.demo.build import make_tokenizer
 from vlora.errors import InvalidArgument
+from vlora.request import Clip
 from vlora.tasks import TASKS
 from vlora.vision.chat_template import MAX_STAND_INS, Chat, ChatTemplate
 from vlora.vision.prompts import render, task_text
@@ -32,7 +33,7 @@ BARE = ChatTemplate(prefix="", suffix="")
 CHAT = ChatTemplate(prefix="<s><|user|>", suffix="<|assistant|>")
 
 
-VIDEO = ChatTemplate("", "", image_text="[i]", clip_text=lambda frames: "[i]")
+VIDEO = ChatTemplate("", "", image_text="[i]", clip_text=lambda frames, seconds: "[i]")
 """Template of a checkpoint that takes a clip as one video."""
 DETECT = "Please box all the objects in the picture that you think are airplane."
 
@@ -79,6 +80,40 @@ def test_a_clip_that_is_one_video_has_one_placeholder() -> None:
 def test_placeholders_of_a_video_must_stand_together_and_last(text: str) -> None:
     with pytest.raises(InvalidArgument, match="takes the 2 frames as one video"):
         render("raw", text, text.count("<image>") - 2, 2, VIDEO)
+
+
+SECONDS = replace(VIDEO, clip_text=lambda frames, seconds: f"{seconds}" + "[i]" * 2)
+FILES = (Clip((0.0, 1.0), 1.0), Clip((0.5,), 1.0))
+
+
+def test_video_files_stand_after_the_images_or_at_their_placeholders() -> None:
+    default = render("raw", "x", 1, 2, SECONDS, FILES)
+    assert default == "[i](0.0, 1.0)[i][i](0.5,)[i][i]()[i][i]x"
+    assert default.order == ()
+    placed = render("raw", "<video>a<image>b<video><image><image>", 1, 2, SECONDS, FILES)
+    assert placed == "(0.0, 1.0)[i][i]a[i]b(0.5,)[i][i]()[i][i]"
+    assert placed.order == (1, 2, 0, 3, 4, 5, 6)
+    separate = render("vqa", "<video>a<image>?<video>", 1, 0, BARE, FILES)
+    assert separate == "<image><image>a<image>?<image> Answer:"
+    assert separate.order == (1, 2, 0, 3)
+    assert render("raw", "<video>?", 0, 0, SECONDS) == "<video>?"
+    with pytest.raises(
+        InvalidArgument, match=r"1 <image> and 1 <video> .* 1 images, 2 videos and 0"
+    ):
+        render("vqa", "<image><video>?", 1, 0, SECONDS, FILES)
+
+
+def test_video_files_of_a_conversation_are_taken_in_the_order_of_its_parts() -> None:
+    printing = replace(SECONDS, apply=lambda messages, start, goes_on: messages[0]["content"])
+    parts = message(CLIP, PICTURE, "a", CLIP)
+    prompt = render("chat", Chat([parts]), 1, 0, printing, FILES)
+    assert prompt == "(0.0, 1.0)[i][i]\n[i]\na\n(0.5,)[i][i]"
+    assert prompt.order == (1, 2, 0, 3, 4)
+    task = render("vqa", Chat([parts]), 1, 0, BARE, FILES)
+    assert (task, task.order) == ("<image><image><image>a<image> Answer:", (1, 2, 0, 3))
+    for clips in (1, 3):
+        with pytest.raises(InvalidArgument, match=f"have 1 <image> and {clips} <video> place"):
+            render("chat", Chat([message(*[CLIP] * clips, PICTURE)]), 1, 0, printing, FILES)
 
 
 @pytest.mark.parametrize(("images", "frames"), [(1, 0), (0, 0), (2, 1)])
@@ -248,7 +283,7 @@ def test_a_clip_is_printed_by_the_template_or_stands_in_its_place() -> None:
     printing = replace(
         BARE,
         image_text="[i]",
-        clip_text=lambda frames: f"[{frames}]",
+        clip_text=lambda frames, seconds: f"[{frames}]",
         apply=lambda messages, start, goes_on: str(messages[0]["content"]),
     )
     chat_of = Chat([message(PICTURE, CLIP, "x")])
@@ -257,9 +292,11 @@ def test_a_clip_is_printed_by_the_template_or_stands_in_its_place() -> None:
     assert render("chat", chat_of, 1, 4, parts) == (
         "[{'type': 'image'}, [4], {'type': 'text', 'text': 'x'}]"
     )
-    for wrong in (Chat([message(CLIP, PICTURE)]), Chat([message(CLIP, CLIP)])):
-        with pytest.raises(InvalidArgument, match="one clip, after all images"):
-            render("chat", wrong, 1, 4, printing)
+    turned = render("chat", Chat([message(CLIP, PICTURE, "x")]), 1, 4, parts)
+    assert turned == "[[4], {'type': 'image'}, {'type': 'text', 'text': 'x'}]"
+    for images in (0, 4):
+        with pytest.raises(InvalidArgument, match=r"and 2 <video> .*, 0 videos and 4 frames"):
+            render("chat", Chat([message(CLIP, CLIP)]), images, 4, printing)
     for task, template in product(("chat", "vqa"), (printing, replace(printing, clip_text=None))):
         with pytest.raises(InvalidArgument, match="'video', but the request has no frames; send"):
             render(task, Chat([message(CLIP, "x")]), 0, 0, template)
@@ -302,6 +339,20 @@ def result_of(text="", details=DETAILS, pictures=ONE_IMAGE, **options):
     result = json.loads(build_result(text=text, details=details, **pictures, **options))
     jsonschema.validate(result, result_schema())
     return result
+
+
+def test_a_result_has_the_frames_of_each_video_file_with_their_times() -> None:
+    shown = pictures((10, 20), *[(100, 200)] * 4, frames=4)
+    text = "<ref>cat</ref><box>(0,0),(500,500)</box>"
+    result = result_of(text, pictures=shown, videos=FILES)
+    times = [[one["seconds"] for one in video["frames"]] for video in result["videos"]]
+    assert times == [[0.0, 1.0], [0.5]]
+    assert [one["index"] for one in result["frames"]] == [0]
+    assert result["frames"][0]["objects"][0]["box"] == [0.0, 0.0, 100.0, 50.0]
+    alone = result_of(text, pictures=pictures(*[(100, 200)] * 3, frames=3), videos=FILES)
+    assert [len(one["objects"]) for one in alone["videos"][1]["frames"]] == [1]
+    with pytest.raises(InvalidArgument, match="'image_videos' has 3 frames, 'image_layout' has 0"):
+        result_of(text, pictures=pictures((10, 20)), videos=FILES)
 
 
 @pytest.mark.parametrize("task", [*TASKS])

@@ -78,7 +78,7 @@ def test_the_command_prints_how_to_serve_the_copy(tmp_path: Path) -> None:
     assert "is not empty" in again.output
 
 
-FEATURE_INPUTS = {"image_features", "image_layout", "image_size", "image_adapter"}
+FEATURE_INPUTS = {"image_features", "image_layout", "image_size", "image_videos", "image_adapter"}
 REPOSITORY = Path(__file__).parents[2] / "model_repository"
 CONFIGS = {
     file.parent.name: text_format.Parse(file.read_text(), ModelConfig())

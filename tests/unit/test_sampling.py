@@ -14,11 +14,13 @@ import pytest
 from vlora.errors import InvalidArgument, Unsupported, VLoraError
 from vlora.sampling import (
     ACCEPTED_VALUES,
+    AS_CHECKPOINT,
     KNOWN_KEYS,
     MAX_INTEGER,
     MIN_TEMPERATURE,
     RANGES,
     REFUSED,
+    MediaOptions,
     SamplingParams,
 )
 from vlora.strict_json import Range
@@ -34,6 +36,40 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one() -> None:
         SamplingParams.parse({"temprature": 1})
     with pytest.raises(InvalidArgument, match=r"unknown sampling parameter 'zzz'\. Known: "):
         SamplingParams.parse({"zzz": 1})
+
+
+def test_keys_about_images_and_videos_are_those_of_vllm() -> None:
+    raw = {
+        "media_io_kwargs": {"video": {"num_frames": "8", "fps": -1}},
+        "mm_processor_kwargs": {"fps": 2, "do_sample_frames": "true", "max_pixels": 4096},
+    }
+    assert MediaOptions.parse(raw) == MediaOptions(8, 2.0, True, None, None, 4096)
+    assert SamplingParams.parse(raw) == SamplingParams()
+    assert MediaOptions.parse({"media_io_kwargs": None, "temperature": 1}) == AS_CHECKPOINT
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"media_io_kwargs": {"image": {}}}, "unknown key 'image' of 'media_io_kwargs'"),
+        (
+            {"media_io_kwargs": {"video": {"num_frame": 1}}},
+            r"unknown key 'num_frame' of 'media_io_kwargs\.video'; did you mean 'num_frames'\?",
+        ),
+        ({"mm_processor_kwargs": {"size": 1}}, "Known: fps, do_sample_frames, max_frames"),
+        ({"mm_processor_kwargs": [1]}, "must be an object with the keys fps"),
+        ({"mm_processor_kwargs": {"fps": []}}, r"'fps' .* frames per second from 0\.001"),
+        ({"media_io_kwargs": {"video": {"num_frames": 0}}}, "'num_frames'"),
+        ({"mm_processor_kwargs": {"min_pixels": 9, "max_pixels": 4}}, "= 9 is above 'max_pixels'"),
+        (
+            {"media_io_kwargs": {"video": {"fps": 1}}, "mm_processor_kwargs": {"fps": 2}},
+            r"'media_io_kwargs\.video\.fps' = 1 and 'mm_processor_kwargs\.fps' = 2 differ",
+        ),
+    ],
+)
+def test_a_wrong_key_about_videos_is_refused_by_name(raw: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        SamplingParams.parse(raw)
 
 
 @pytest.mark.parametrize("key", sorted(REFUSED))

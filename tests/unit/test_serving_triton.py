@@ -171,6 +171,7 @@ def test_a_batch_that_another_requests_strings_have_failed_is_encoded_again(
         "image_features": np.ones((1, 2, 3)),
         "image_layout": np.ones((1, 1, 6)),
         "image_adapter": np.array([[b"version"]], object),
+        "image_videos": np.array([[b'{"videos": []}']], object),
     }
     outputs = [
         SimpleNamespace(name=lambda n=n: n, as_numpy=lambda v=v: v) for n, v in tensors.items()

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -212,9 +213,11 @@ class Gateway:
             raise _stopped() from None
 
     async def _load(self, ask: Ask, held: Held) -> list[list[bytes]]:
-        """Return the files of a request's images, and those of its frames."""
-        media = (ask.conversation.images, ask.conversation.frames)
-        return [await self._media.load(one, self._bodies, held) for one in media]
+        """Return the files of a request's images, videos and frames."""
+        media = ask.conversation.media
+        files = await self._media.load([*chain(*media)], self._bodies, held)
+        rest = iter(files)
+        return [[*islice(rest, len(one))] for one in media]
 
     async def _answer(
         self, request: Request, visit: Visit, ask: Ask, files: list[list[bytes]], held: Held
@@ -231,6 +234,7 @@ class Gateway:
                 id,
                 ask.conversation.text,
                 ask.task,
+                files.pop(0),
                 files.pop(0),
                 files.pop(0),
                 sampling,

@@ -54,14 +54,15 @@ Headers = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Question:
-    """One request to `lmm`, with images and frames as encoded
-    files and `sampling_parameters`. has_messages: whether the text is JSON of messages.
+    """One request to `lmm`, with images, videos and frames as encoded files and
+    `sampling_parameters`. has_messages: whether the text is JSON of messages.
     """
 
     id: str
     text: str
     task: str | None = None
     images: Sequence[bytes] = ()
+    videos: Sequence[bytes] = ()
     frames: Sequence[bytes] = ()
     sampling: Mapping[str, Any] = field(default_factory=dict)
     stream: bool = False
@@ -317,7 +318,8 @@ def _request(question: Question) -> bytes:
     # In protobuf, concatenating two serialized messages merges their fields. The files are appended
     # in this way, because setting them as a field would copy them twice.
     contents: list[bytes] = []
-    for name, files in (("image", question.images), ("frames", question.frames)):
+    media = {"image": question.images, "video": question.videos, "frames": question.frames}
+    for name, files in media.items():
         if files:
             request.inputs.add(name=name, datatype="BYTES", shape=[len(files)])
             contents += _content(string_parts(files))

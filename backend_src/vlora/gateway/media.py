@@ -1,6 +1,6 @@
-"""Images of a request, from data URLs or from http(s) URLs of hosts that the operator allows.
+"""Images and videos of a request, from data URLs or http(s) URLs of hosts that the operator allows.
 
-**Invariant:** images are fetched from public addresses only. The address is checked where the
+**Invariant:** files are fetched from public addresses only. The address is checked where the
 connection is opened, so no host name can evade the check. Redirects are not followed.
 """
 
@@ -36,7 +36,7 @@ class PrivateAddress(Exception):
 
 
 class MediaLoader:
-    """Loads the images of requests, in one event loop."""
+    """Loads the images and videos of requests, in one event loop."""
 
     def __init__(self, options: GatewayOptions) -> None:
         self._options = options
@@ -49,7 +49,7 @@ class MediaLoader:
         await self._pool.aclose()
 
     async def load(self, media: Sequence[Media], bodies: Bodies, held: Held) -> list[bytes]:
-        """Return the encoded files of the images. The fetched ones have `max_body_bytes` in total.
+        """Return the encoded files of media. The fetched ones have `max_body_bytes` in total.
         Raises ApiError, which names the field or the host of an image that cannot be used.
 
         bodies: decodes data URLs. held: counts the bytes of fetched images.
@@ -72,27 +72,28 @@ class MediaLoader:
             raise ApiError("PERMISSION_DENIED", refusal, media.param)
         try:
             async with asyncio.timeout(self._options.fetch_seconds):
-                return await self._fetch(url, limit, media.param, held)
+                return await self._fetch(url, limit, media, held)
         except TimeoutError:
             reason = f"took more than {self._options.fetch_seconds:g} s"
         except PrivateAddress as error:
             raise ApiError("PERMISSION_DENIED", str(error), media.param) from None
         except (httpcore2.NetworkError, httpcore2.ProtocolError, OSError) as error:
             reason = f"cannot be fetched: {error}"
-        raise invalid(media.param, f"the image of {host!r} {reason}")
+        raise invalid(media.param, f"the {media.kind} of {host!r} {reason}")
 
-    async def _fetch(self, url: httpcore2.URL, limit: int, param: str, held: Held) -> bytes:
+    async def _fetch(self, url: httpcore2.URL, limit: int, media: Media, held: Held) -> bytes:
         content = bytearray()
-        headers = [("accept", "image/*"), ("user-agent", "vlora-gateway")]
+        headers = [("accept", "image/*, video/*"), ("user-agent", "vlora-gateway")]
         async with self._pool.stream("GET", url, headers=headers) as response:
             if response.status != 200:
-                answer = f"the image's host answered with status {response.status} instead of 200"
-                raise invalid(param, f"{answer}; redirects are not followed")
+                answer = f"the {media.kind}'s host answered with status {response.status}"
+                raise invalid(media.param, f"{answer} instead of 200; redirects are not followed")
             async for part in response.aiter_stream():
                 held.add(len(part))
                 content += part
                 if len(content) > limit:
-                    raise invalid(param, f"the image has more than {limit} bytes, the limit")
+                    message = f"the {media.kind} has more than {limit} bytes, the limit"
+                    raise invalid(media.param, message)
         return bytes(content)
 
 

@@ -69,7 +69,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "include_reasoning": (True, False),
     "kv_transfer_params": (),
     "lora_path": (),
-    "mm_processor_kwargs": ({},),
     "no_stop_trim": (False,),
     "regex": (),
     "return_hidden_states": (False,),

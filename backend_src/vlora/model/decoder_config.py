@@ -42,7 +42,8 @@ class DecoderConfig:
     image_token: id of the image placeholder; None for a checkpoint without images.
     rope_axes: axis of each rotary frequency; see `DecoderFamily.rope_axes`.
     image_merge: number of patches on each side of the square that becomes one token.
-    clip_interval: distance between two successive pairs of frames of a clip, in time positions.
+    clip_times: time positions per second, and frames encoded together, if time positions of a
+        clip depend on its frame rate; else None.
     image_levels: number of first layers to whose outputs image features are added (DeepStack).
     quantization: layout of the target matrices in the checkpoint; None if they are floats.
     """
@@ -65,7 +66,7 @@ class DecoderConfig:
     rope_axes: tuple[int, ...] = ()
     image_merge: int = 1
     image_levels: int = 0
-    clip_interval: float = 1.0
+    clip_times: tuple[float, int] | None = None
     quantization: StoredQuantization | None = None
 
     @property
@@ -186,7 +187,7 @@ def load_config(folder: Path) -> DecoderConfig:
         rope_axes=family.rope_axes(text),
         image_merge=getattr(getattr(config, "vision_config", None), "spatial_merge_size", 1),
         image_levels=image_levels(config),
-        clip_interval=_clip_interval(getattr(config, "vision_config", None)),
+        clip_times=_clip_times(getattr(config, "vision_config", None)),
         quantization=quantization,
     )
 
@@ -217,12 +218,9 @@ def _stores_another_head(folder: Path, names: WeightNames) -> bool:
     return True
 
 
-def _clip_interval(vision: Any) -> float:
-    """Return 1, or for models like Qwen2.5-VL the time of a pair of frames in positions."""
+def _clip_times(vision: Any) -> tuple[float, int] | None:
     per_second = getattr(vision, "tokens_per_second", None)
-    if per_second is None:
-        return 1.0
-    return float(per_second) * float(vision.temporal_patch_size) / FRAMES_PER_SECOND
+    return None if per_second is None else (float(per_second), int(vision.temporal_patch_size))
 
 
 def image_levels(config: Any) -> int:

@@ -10,7 +10,7 @@ import torch
 from vlora.errors import InvalidArgument, prompt_too_long
 from vlora.ids import NO_IMAGE
 from vlora.model.chunk import Chunk, Prompt, next_position
-from vlora.model.decoder_config import DecoderConfig
+from vlora.model.decoder_config import FRAMES_PER_SECOND, DecoderConfig
 from vlora.model.tokenizer import LiteralTokenizer, TokenLength, load_tokenizer
 from vlora.request import ImageFeatures, PromptText
 
@@ -37,24 +37,29 @@ def prompt_positions(
     feature_row: Sequence[int],
     images: ImageFeatures,
     grids: Sequence[Grid],
-    clip_interval: float = 1.0,
+    intervals: Sequence[float] = (),
+    order: Sequence[int] = (),
 ) -> torch.Tensor:
     """Return the positions of a prompt's tokens by time, height and width, [3, len(feature_row)].
 
     The three positions of a text token are equal. Text and images begin at the `next_position` of
     what precedes them, as generated tokens do.
 
-    feature_row: see `Prompt.feature_row`. The rows of each image are adjacent and in order.
-    clip_interval: distance between successive time steps of a clip; time positions are rounded
-        down.
+    feature_row: see `Prompt.feature_row`. The rows of each image are adjacent.
+    intervals: distance between successive time steps of each image; time positions are rounded
+        down. By default 1.
+    order: numbers of the images in the order of the prompt; () if they are in order.
     """
     parts: list[torch.Tensor] = []
     index = position = 0
-    for (first, rows, *_), (t, h, w) in zip(images.layout.tolist(), grids, strict=True):
+    layout = images.layout.tolist()
+    for image in order or range(len(layout)):
+        (first, rows, *_), (t, h, w) = layout[image], grids[image]
+        interval = intervals[image] if intervals else 1.0
         text = list(feature_row).index(first, index) - index
         parts.append(_text_positions(position, text))
         position += text
-        times = (torch.arange(t) * clip_interval).long()
+        times = (torch.arange(t) * interval).long()
         grid = torch.cartesian_prod(times, torch.arange(h), torch.arange(w)).T + position
         parts.append(grid)
         position = next_position(grid)
@@ -132,24 +137,38 @@ class PromptReader:
         self._check_embedded(tokens)
         if images is None or count == 0:
             return text_prompt(tokens)
+        order: Sequence[int] = range(count)
+        if isinstance(text, PromptText) and len(text.order) == count:
+            order = text.order
         ids: list[int] = []
         feature_row: list[int] = []
-        image = 0
+        following = iter(order)
         for token in tokens:
             if token != image_token:
                 ids.append(token)
                 feature_row.append(NO_IMAGE)
                 continue
-            first, rows = int(images.layout[image, 0]), int(images.layout[image, 1])
+            first, rows = images.layout[next(following), :2].tolist()
             ids.extend([token] * rows)
             feature_row.extend(range(first, first + rows))
-            image += 1
         positions = None
         if self._config.rope_axes:
             grids = image_grids(images, self._config.image_merge)
-            positions = prompt_positions(feature_row, images, grids, self._config.clip_interval)
+            positions = prompt_positions(feature_row, images, grids, self._intervals(images), order)
         features, levels = self._by_level(torch.from_numpy(images.features))
         return Prompt(tuple(ids), torch.tensor(feature_row), features, positions, levels)
+
+    def _intervals(self, images: ImageFeatures) -> list[float]:
+        """Return the distance between successive time steps of each image, in time positions."""
+        if self._config.clip_times is None:
+            return []
+        per_second, frames = self._config.clip_times
+        rates = (
+            FRAMES_PER_SECOND if number is None else images.videos[number].fps
+            for number in images.videos_by_entry()
+        )
+        # Computed as in transformers, since the product is rounded down.
+        return [per_second * (frames / rate) for rate in rates]
 
     def _by_level(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the columns of features for the embedding, and those for the levels, if any."""

@@ -7,7 +7,8 @@ came through an ensemble (its vision encoder always sends it), has the ensembles
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from vlora.config import Limits
 from vlora.errors import InvalidArgument, nearest, shown
-from vlora.request import Freshness, ImageFeatures, Request
+from vlora.request import Clip, Freshness, ImageFeatures, Request
 from vlora.sampling import ADAPTER_KEY, KNOWN_KEYS, SamplingParams, is_known
 from vlora.serving.tensors import Inputs, Tensors
 from vlora.strict_json import load_object
@@ -48,12 +49,14 @@ TRITON_PARAMETERS = frozenset(
 
 MAX_SAMPLING_DEPTH = MAX_DEPTH + 2  # `sampling_parameters` may contain a JSON schema.
 TRITON_PREFIXES = ("triton_", "x-")  # Reserved by Triton, or forwarded from HTTP headers.
-IMAGE_INPUTS = ("image", "frames", "frames_raw")
+IMAGE_INPUTS = ("image", "video", "frames", "frames_raw")
 INPUTS = ("text_input", *IMAGE_INPUTS, "task", "metadata", "sampling_parameters")
 # Tensor with the version of the adapter applied to the vision tower.
 ADAPTER_VERSION = "image_adapter"
+VIDEOS = "image_videos"  # Tensor with JSON of the video files' frames.
 # Sampling keys that have an effect before the engine.
 FRESHNESS_KEYS = ("deadline_ms", "stream_id", "supersede", "cache_salt")
+MAX_VIDEOS_BYTES = 4 * 1024**2  # Maximum size of the description of video files.
 DEFAULT_TASK = "vqa"  # Task of an ensemble's request if neither it nor its adapter names one.
 
 # Outputs that a request gets only if its input `return_…` is true.
@@ -99,8 +102,12 @@ class Call:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Number of images, and number of frames."""
+        """Number of images, and of frames that belong to no video file."""
         return (0, 0) if self.images is None else self.images.counts
+
+    @property
+    def videos(self) -> tuple[Clip, ...]:
+        return () if self.images is None else self.images.videos
 
 
 def is_cancel(tensors: Tensors) -> bool:
@@ -132,7 +139,8 @@ def read_call(
             f"the request has both '{next(iter(raw_images))}' and 'image_features';"
             " send either images or their features"
         )
-    check_count(sum(tensor.shape[0] for tensor in raw_images.values()), limits)
+    pictures = (tensor.shape[0] for name, tensor in raw_images.items() if name != "video")
+    check_count(sum(pictures), limits)
     sampling = read_sampling(inputs, parameters, limits)
     stream, prepend_input = _read_form(inputs, ensemble)
     returned = {name for name in RETURNED if inputs.flag(f"return_{name}")}
@@ -236,7 +244,29 @@ def _read_features(inputs: Inputs) -> ImageFeatures | None:
         )
     if not layout.shape[0]:
         return None
-    return ImageFeatures(features, layout, inputs.text(ADAPTER_VERSION))
+    videos = read_videos(inputs.text(VIDEOS, MAX_VIDEOS_BYTES))
+    return ImageFeatures(features, layout, inputs.text(ADAPTER_VERSION), videos)
+
+
+def describe_videos(videos: Sequence[Clip]) -> str:
+    """Return the content of the tensor VIDEOS."""
+    return json.dumps({"videos": [{"seconds": v.seconds, "fps": v.fps} for v in videos]})
+
+
+def read_videos(text: str | None) -> tuple[Clip, ...]:
+    """Return the video files that `describe_videos` has described. Raises InvalidArgument."""
+    videos = [] if text is None else load_object(text, f"'{VIDEOS}'").get("videos")
+    if isinstance(videos, list) and all(map(_is_video, videos)):
+        return tuple(Clip(tuple(map(float, v["seconds"])), float(v["fps"])) for v in videos)
+    raise InvalidArgument(f"'{VIDEOS}' must be the output of 'vision_encoder'")
+
+
+def _is_video(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("seconds"), list):
+        return False
+    numbers = [*value["seconds"], value.get("fps")]
+    is_finite = all(type(n) in (int, float) and 0 <= n < math.inf for n in numbers)
+    return is_finite and value["fps"] > 0
 
 
 def prepare(
@@ -247,7 +277,7 @@ def prepare(
     info: description of the adapter that the request uses; None for the base model.
     """
     task = _task_of(call, info)
-    prompt = render(task, call.chat or call.text, *call.counts, template)
+    prompt = render(task, call.chat or call.text, *call.counts, template, call.videos)
     defaults = SamplingParams()
     if call.ensemble:
         defaults = SamplingParams(temperature=0.0, max_tokens=TASKS[task].max_tokens)

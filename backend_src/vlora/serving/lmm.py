@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from vlora.config import Limits
 from vlora.errors import Cancelled
 from vlora.request import ImageFeatures, Output
-from vlora.sampling import ADAPTER_KEY
+from vlora.sampling import ADAPTER_KEY, MEDIA_KEYS
 from vlora.serving.answer_writer import AnswerWriter
 from vlora.serving.arrivals import ARRIVAL_INPUT, ArrivalStamps
 from vlora.serving.codec import (
@@ -158,6 +158,7 @@ class LmmService(Service):
     def _encoder_inputs(self, call: Call) -> Tensors:
         inputs = {"text_input": strings([call.text]), **call.raw_images}
         keys = freshness_keys(call.sampling)
+        keys |= {key: call.sampling[key] for key in MEDIA_KEYS if key in call.sampling}
         if (name := adapter_name(call.sampling)) is not None:
             keys[ADAPTER_KEY] = name
         if keys:

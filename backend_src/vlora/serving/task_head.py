@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from vlora.config import Limits
+from vlora.serving.codec import MAX_VIDEOS_BYTES, VIDEOS, read_videos
 from vlora.serving.tensors import Inputs, Tensors, strings
 from vlora.strict_json import load_object
 from vlora.vision.results import build_result
@@ -30,5 +31,6 @@ def to_result(tensors: Tensors, limits: Limits, pixels_per_patch: int = 0) -> Te
         scores=[] if scores is None else scores.tolist(),
         metadata=inputs.decode("metadata", metadata),
         pixels_per_patch=pixels_per_patch,
+        videos=read_videos(inputs.text(VIDEOS, MAX_VIDEOS_BYTES)),
     )
     return {"result": strings([result])}

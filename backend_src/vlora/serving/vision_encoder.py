@@ -8,6 +8,7 @@ that are ready together are split into batches, and answered while the next batc
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import queue
 import threading
@@ -15,19 +16,25 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 from vlora.config import Limits
-from vlora.errors import Cancelled, InvalidArgument, Unavailable, VLoraError
+from vlora.errors import Cancelled, InvalidArgument, Unavailable, Unsupported, VLoraError
 from vlora.live_requests import RequestTable, State
-from vlora.request import FloatArray, ImageFeatures
+from vlora.request import Clip, FloatArray, ImageFeatures
+from vlora.sampling import MediaOptions
 from vlora.serving.arrivals import ARRIVAL_INPUT, ArrivalStamps
 from vlora.serving.codec import (
     ADAPTER_VERSION,
     IMAGE_INPUTS,
+    VIDEOS,
     adapter_name,
+    describe_videos,
     freshness_of,
     read_sampling,
+    read_videos,
 )
 from vlora.serving.responder import as_vlora_error
 from vlora.serving.service import ServedRequest, Service
@@ -37,15 +44,20 @@ from vlora.vision.decoding import ImageDecoder
 from vlora.vision.features import EncodedImages, EncoderService, ReadyImage, RequestImages
 from vlora.vision.images import ImageRequest, check_images
 
+log = logging.getLogger(__name__)
+
 COLLECT_SECONDS = 0.025  # Wait, from a request's arrival, for more to encode with it.
 
 
 @dataclass(eq=False)
 class _Decoded:
-    """A request whose images are decoded, and the features of those that are encoded already."""
+    """A request whose images and videos are decoded, and the features of images that are encoded
+    already.
+    """
 
     request: ServedRequest
     images: Sequence[ReadyImage]
+    videos: Sequence[Clip]
     features: list[FloatArray] = field(default_factory=list)
     error: VLoraError | None = None
     is_taken: bool = False
@@ -113,7 +125,7 @@ class VisionService(Service):
         arrival = self._stamps.read(tensors)
         images = {name: tensors[name] for name in IMAGE_INPUTS if name in tensors}
         if not any(tensor.size for tensor in images.values()):
-            read_images(tensors, self._limits)
+            read_images(tensors, {}, self._limits)
             encoded = self._encoder.assemble([], [])
             request.answer(self._to_tensors(encoded, arrival))
             return
@@ -123,7 +135,9 @@ class VisionService(Service):
         sampling = read_sampling(Inputs(tensors), parameters, self._limits)
         freshness = freshness_of(sampling, arrival)
         self.table.share(request, freshness.cache_salt, self._max_requests - len(self.table) + 1)
-        images_to_decode = read_images(tensors, self._limits)
+        images_to_decode = read_images(tensors, sampling, self._limits)
+        if images_to_decode.has_videos:
+            require_video_reader()
         adapter = adapter_name(sampling)
         # The decoder has the images until it drops them, even if the request ends before.
         self.table.wait(request, freshness, pinned=True)
@@ -139,7 +153,7 @@ class VisionService(Service):
                 with self._part_lock:
                     part = self._part_of(adapter)
                 salt = request.freshness.cache_salt
-                found.append(self._encoder.receive(part, hold, salt))
+                found.append(self._encoder.receive(part, hold, salt, images.options))
             return found[0]
 
         def hold(size: int) -> None:
@@ -147,7 +161,7 @@ class VisionService(Service):
 
         def done(error: BaseException | None) -> None:
             if error is None:
-                self._decoded.put(_Decoded(request, found[0].images))
+                self._decoded.put(_Decoded(request, found[0].images, found[0].videos))
             else:
                 request.pinned = False
                 self.table.end(request, as_vlora_error(error, "decoding an image"))
@@ -233,7 +247,7 @@ class VisionService(Service):
             try:
                 if one.error is not None:
                     raise one.error
-                encoded = self._encoder.assemble(one.images, one.features)
+                encoded = self._encoder.assemble(one.images, one.features, one.videos)
                 one.request.answer(self._to_tensors(encoded, one.request.freshness.arrival))
             except Exception as error:
                 one.request.fail(error)
@@ -245,12 +259,30 @@ class VisionService(Service):
             "image_size": encoded.size,
             "image_digest": strings(encoded.digests),
             ADAPTER_VERSION: strings([encoded.adapter_version]),
+            VIDEOS: strings([describe_videos(encoded.videos)]),
             ARRIVAL_INPUT: self._stamps.make(arrival),
         }
         return {name: tensor[None] for name, tensor in tensors.items()}
 
 
-def read_images(tensors: Tensors, limits: Limits) -> ImageRequest:
+@cache
+def _has_video_reader() -> bool:
+    if find_spec("av") is not None:
+        return True
+    log.warning("requests with video files are refused: package 'av' is missing (vlora[video])")
+    return False
+
+
+def require_video_reader() -> None:
+    """Raise Unsupported if the package that reads video files is missing. The log says so once."""
+    if not _has_video_reader():
+        raise Unsupported(
+            "this server cannot read video files, because package 'av' is missing; install"
+            " vlora[video], or send 'frames'"
+        )
+
+
+def read_images(tensors: Tensors, sampling: Mapping[str, Any], limits: Limits) -> ImageRequest:
     """Return the encoded images of one request. Raises InvalidArgument."""
     if any(tensor.shape[0] != 1 for tensor in tensors.values()):
         raise InvalidArgument("the request has a batch of prompts; send one request per prompt")
@@ -259,10 +291,12 @@ def read_images(tensors: Tensors, limits: Limits) -> ImageRequest:
     raw = tensors.get("frames_raw")
     # Triton's tensor becomes invalid while the request is in the queue.
     raw = None if raw is None else raw[0].copy()
-    return check_images(inputs.strings("image"), inputs.strings("frames"), raw, limits)
+    images, videos, frames = (inputs.strings(name) for name in IMAGE_INPUTS[:3])
+    return check_images(images, frames, raw, limits, videos, MediaOptions.parse(sampling))
 
 
 def features_from(tensors: Tensors) -> ImageFeatures:
     """Return the features in the outputs of `vision_encoder` for one request."""
-    (version,) = tensors[ADAPTER_VERSION][0]
-    return ImageFeatures(tensors["image_features"][0], tensors["image_layout"][0], version.decode())
+    features, layout = tensors["image_features"][0], tensors["image_layout"][0]
+    ((version,), (videos,)) = (tensors[name][0] for name in (ADAPTER_VERSION, VIDEOS))
+    return ImageFeatures(features, layout, version.decode(), read_videos(videos.decode()))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from vlora.errors import InvalidArgument, shown
-from vlora.request import PromptText
+from vlora.request import Clip, PromptText
 from vlora.strict_json import load_object
 
-PLACEHOLDER = "<image>"
+PLACEHOLDER = "<image>"  # Stands for an image, or a frame of the clip that is no file.
+CLIP_PLACEHOLDER = "<video>"  # Stands for a clip, only if the request has video files.
 PART_TYPES = ("text", "image", "video")
+PART_ORDER = ("image", "video", "text")  # Order in which media stand before the text.
 CHAT_KEYS = ("messages", "add_generation_prompt", "continue_final_message")
 _SENTINEL = "VLORA-USER-TEXT"
 # Python or JSON form of a part, which a template prints that takes only strings.
@@ -38,32 +41,46 @@ class StandIns:
 
     def __init__(self) -> None:
         self._mark = secrets.token_hex(8)
-        self._texts: list[tuple[str, bool]] = []
+        self._texts: list[tuple[str, Sequence[int] | None]] = []
+        self._literals = 0
 
-    def put(self, text: str, literal: bool) -> str:
-        """Return a stand-in. literal: whether `text` is only text, whatever it spells.
+    def put_literal(self, text: str) -> str:
+        """Return a stand-in for what is only text, whatever it spells.
 
         Raises InvalidArgument if there are too many.
         """
-        if len(self._texts) == MAX_STAND_INS:
+        if self._literals == MAX_STAND_INS:
             raise InvalidArgument(f"the texts have more than {MAX_STAND_INS} special tokens")
-        self._texts.append((text, literal))
+        self._literals += 1
+        return self._put(text, None)
+
+    def put_media(self, text: str, entries: Sequence[int]) -> str:
+        """Return a stand-in for the text of images with these entries of the layout."""
+        return self._put(text, entries)
+
+    def _put(self, text: str, entries: Sequence[int] | None) -> str:
+        self._texts.append((text, entries))
         return f"{self._mark}{len(self._texts) - 1:06x}"
 
     def resolve(self, rendered: str, is_complete: bool = False) -> PromptText:
         """Return the prompt with the texts in place of their stand-ins."""
         parts: list[str] = []
         literals: list[tuple[int, int]] = []
+        order: list[int] = []
         length = end = 0
         for match in re.finditer(f"{self._mark}([0-9a-f]{{6}})", rendered):
-            before, (text, literal) = rendered[end : match.start()], self._texts[int(match[1], 16)]
+            before, (text, entries) = rendered[end : match.start()], self._texts[int(match[1], 16)]
             parts += (before, text)
             length += len(before) + len(text)
-            if literal:
+            if entries is None:
                 literals.append((length - len(text), length))
+            else:
+                order += entries
             end = match.end()
         parts.append(rendered[end:])
-        return PromptText("".join(parts), tuple(literals), is_complete)
+        if order == sorted(order):
+            order = []
+        return PromptText("".join(parts), tuple(literals), is_complete, tuple(order))
 
 
 @dataclass(frozen=True)
@@ -71,8 +88,8 @@ class Chat:
     """A conversation. Each message has a `role` and a `content`.
 
     A content is a string, in which `<image>` stands for an image, or a list of parts of the types
-    `text`, `image` and `video` (one clip of all frames of the request). The text of a part never
-    stands for anything else.
+    `text`, `image` and `video` (the next video file of the request, then the clip of all its
+    frames). The text of a part never stands for anything else.
 
     add_generation_prompt: whether the prompt ends with the start of a new turn of the model.
     continue_final_message: whether the model continues the last message.
@@ -108,10 +125,11 @@ class Chat:
         return cls(messages, **flags)
 
     @property
-    def has_clip(self) -> bool:
+    def clips(self) -> int:
+        """Number of parts that are clips."""
         contents = (message["content"] for message in self.messages)
         lists = (content for content in contents if not isinstance(content, str))
-        return any(part["type"] == "video" for content in lists for part in content)
+        return sum(part["type"] == "video" for content in lists for part in content)
 
 
 def _is_message(message: Any) -> bool:
@@ -127,6 +145,8 @@ def _is_part(part: Any) -> bool:
     return part["type"] != "text" or isinstance(part.get("text"), str)
 
 
+# Text for a clip: (number of frames, time of each in seconds, or ()) → text.
+ClipText = Callable[[int, Sequence[float]], str]
 # Renders messages: (messages, add_generation_prompt, continue_final_message) → text.
 Apply = Callable[[Sequence[Mapping[str, Any]], bool, bool], str]
 
@@ -138,7 +158,7 @@ class ChatTemplate:
     prefix, suffix: text before and after the text of a single user turn. The suffix includes the
         start of the model's turn.
     image_text: text for one image in prompts of the checkpoint.
-    clip_text: number of frames → text for a clip; None if its frames are separate images.
+    clip_text: text for a clip; None if its frames are separate images.
     apply: renders several messages; None if the checkpoint has no chat template.
     takes_parts: whether the template takes a content as a list of parts.
     prints_images: whether it prints the image text for parts of type `image`.
@@ -150,7 +170,7 @@ class ChatTemplate:
     prefix: str
     suffix: str
     image_text: str = PLACEHOLDER
-    clip_text: Callable[[int], str] | None = None
+    clip_text: ClipText | None = None
     apply: Apply | None = field(default=None, compare=False, repr=False)
     takes_parts: bool = field(default=False, compare=False)
     prints_images: bool = field(default=False, compare=False)
@@ -162,11 +182,10 @@ class ChatTemplate:
         """Return `text` as one user turn."""
         return f"{self.prefix}{text}{self.suffix}"
 
-    def as_text(self, text: str, stand_ins: StandIns, keep: str = "") -> str:
+    def as_text(self, text: str, stand_ins: StandIns, keep: Sequence[str] = ()) -> str:
         """Return a client's text with stand-ins for all structure in it but `keep`."""
         return self.structure.sub(
-            lambda found: found[0] if found[0] == keep else stand_ins.put(found[0], literal=True),
-            text,
+            lambda found: found[0] if found[0] in keep else stand_ins.put_literal(found[0]), text
         )
 
     @classmethod
@@ -308,16 +327,110 @@ def _printed_media(
     }
 
 
-def render_chat(chat: Chat, num_images: int, num_frames: int, template: ChatTemplate) -> PromptText:
-    """Return the prompt of a conversation, with the checkpoint's text for each image and frame.
+class Media:
+    """Puts the images and clips of one request into its prompt, as stand-ins.
+
+    images, frames: number of images, and of the frames of the clip that is no file.
+    videos: number of video files.
+    placeholders: what stands for an image or a clip in a text.
+    """
+
+    def __init__(
+        self,
+        images: int,
+        frames: int,
+        videos: Sequence[Clip],
+        template: ChatTemplate,
+        stand_ins: StandIns,
+    ) -> None:
+        self.images, self.frames, self.videos = images, frames, len(videos)
+        self.placeholders = (PLACEHOLDER, CLIP_PLACEHOLDER) if videos else (PLACEHOLDER,)
+        self._image_text = template.image_text
+        self._stand_ins = stand_ins
+        self._placed = 0
+        # Text and entries in the layout of each clip that is not placed yet.
+        self._clips: deque[tuple[str, range]] = deque()
+        end = images
+        for count, seconds in [*((one.frames, one.seconds) for one in videos), (frames, ())]:
+            text = self._image_text * count
+            if template.clip_text is not None and count:
+                text = template.clip_text(count, seconds)
+            start, end = end, end + text.count(self._image_text)
+            self._clips.append((text, range(start, end)))
+        text, self._frames = self._clips[-1]
+        self._is_joined = text != self._image_text * frames
+
+    def next_image(self) -> str:
+        """Return the stand-in for the next image or, after these, the next frame."""
+        number = self._placed
+        self._placed += 1
+        frame = number - self.images
+        entries = (number,) if frame < 0 else self._frames[frame : frame + 1]
+        return self._stand_ins.put_media(self._image_text, entries)
+
+    def next_clip(self) -> str:
+        """Return the stand-in for the next video file or, after these, the clip of frames."""
+        return self._stand_ins.put_media(*self._clips.popleft())
+
+    def next_frames(self) -> list[str]:
+        """Return stand-ins for the separate images of the next clip."""
+        _, entries = self._clips.popleft()
+        return [self._stand_ins.put_media(self._image_text, (entry,)) for entry in entries]
+
+    def place(self, text: str) -> str:
+        """Return the text with stand-ins for its placeholders. Raises InvalidArgument if the frames
+        are taken as one video but are not adjacent.
+        """
+        if self._is_joined and text.count(PLACEHOLDER) > self.images - self._placed:
+            before, found, after = text.rpartition(PLACEHOLDER * self.frames)
+            if not found or PLACEHOLDER in after:
+                raise InvalidArgument(
+                    f"this model takes the {self.frames} frames as one video, so their"
+                    f" {PLACEHOLDER} placeholders must follow each other, after those of all"
+                    " images; send single pictures as 'image'"
+                )
+            stand_in = self._stand_ins.put_media(*self._clips.pop())
+            text = f"{before}{stand_in}{after}"
+        return re.sub(
+            "|".join(self.placeholders),
+            lambda found: self.next_image() if found[0] == PLACEHOLDER else self.next_clip(),
+            text,
+        )
+
+    def check(self, what: str, images: int, clips: int, more: str) -> None:
+        """Raise InvalidArgument if there is not one place for each image, video and frame.
+
+        images: number of placeholders for images and frames.
+        clips: number of places for clips.
+        """
+        if clips == self.videos + 1 and self.frames:  # The last one stands for the clip of frames.
+            images, clips = images + self.frames, self.videos
+        if (images, clips) == (self.images + self.frames, self.videos):
+            return
+        has, asked = f"{images} {PLACEHOLDER} placeholders", f"{self.images} images"
+        if self.videos or clips:
+            has = f"{images} {PLACEHOLDER} and {clips} {CLIP_PLACEHOLDER} placeholders"
+            asked = f"{self.images} images, {self.videos} videos"
+        raise InvalidArgument(
+            f"the {what} {has} but the request has {asked} and {self.frames} frames; write one for"
+            f" each{more}"
+        )
+
+
+def render_chat(
+    chat: Chat, images: int, frames: int, template: ChatTemplate, videos: Sequence[Clip] = ()
+) -> PromptText:
+    """Return the prompt of a conversation, with the checkpoint's text for each image and clip.
 
     A template that takes only strings gets the parts of a content joined by line breaks.
 
-    Raises InvalidArgument if the conversation has not one place for each image and frame, and if
+    Raises InvalidArgument if the conversation has not one place for each image and clip, and if
     the template refuses it.
     """
     stand_ins = StandIns()
-    places = _Places(template, stand_ins, num_frames)
+    media = Media(images, frames, videos, template, stand_ins)
+    _check_places(chat, media)
+    places = _Places(template, stand_ins, media)
     messages = [
         {
             # The role, and text such as `reasoning_content`, which some templates print.
@@ -329,7 +442,6 @@ def render_chat(chat: Chat, num_images: int, num_frames: int, template: ChatTemp
         }
         for message in chat.messages
     ]
-    check_places("messages have", places.count, num_images, num_frames, "")
     if template.apply is None:
         if len(messages) > 1 or chat.continue_final_message:
             raise InvalidArgument(
@@ -346,94 +458,95 @@ def render_chat(chat: Chat, num_images: int, num_frames: int, template: ChatTemp
             raise InvalidArgument(
                 f"the checkpoint's chat template refuses the messages: {error}"
             ) from error
-    if template.clip_text is not None and template.video_text is not None:
-        rendered = rendered.replace(template.video_text, template.clip_text(num_frames))
-    rendered = with_images(rendered, num_frames if places.in_strings else 0, template)
-    return stand_ins.resolve(rendered, template.has_all_tokens)
+    return stand_ins.resolve(places.fill(rendered), template.has_all_tokens)
+
+
+def _check_places(chat: Chat, media: Media) -> None:
+    count, clips = 0, chat.clips
+    for message in chat.messages:
+        content = message["content"]
+        if isinstance(content, str):
+            count += content.count(PLACEHOLDER)
+            clips += content.count(CLIP_PLACEHOLDER) if media.videos else 0
+        else:
+            count += sum(part["type"] == "image" for part in content)
+    media.check("messages have", count, clips, "")
 
 
 class _Places:
-    """Converts contents to what a template takes, and counts their places for images and frames.
+    """Converts contents to what a template takes, and fills in what it prints for media."""
 
-    in_strings: whether a string has placeholders.
-    """
-
-    def __init__(self, template: ChatTemplate, stand_ins: StandIns, num_frames: int) -> None:
+    def __init__(self, template: ChatTemplate, stand_ins: StandIns, media: Media) -> None:
         self._template = template
         self._stand_ins = stand_ins
-        self._num_frames = num_frames
-        self.count = 0
-        self.in_strings = False
-        self._has_clip = False
+        self._media = media
+        # Stand-ins for what the template prints, the next one first, by the text that it prints.
+        self._printed: dict[str, deque[str]] = {}
+        if template.prints_images:
+            self._printed[template.image_text] = deque()
+        if template.video_text is not None and template.clip_text is not None:
+            self._printed[template.video_text] = deque()
 
     def content(self, content: str | Sequence[Mapping[str, Any]]) -> Any:
         template = self._template
         if isinstance(content, str):
-            if count := content.count(PLACEHOLDER):
-                self.count += count
-                self.in_strings = True
-            text = template.as_text(content, self._stand_ins, keep=PLACEHOLDER)
-            return [{"type": "text", "text": text}] if template.takes_parts else text
+            text = template.as_text(content, self._stand_ins, keep=self._media.placeholders)
+            text = self._media.place(text)
+            return [_text(text)] if template.takes_parts else text
         parts = [one for part in content for one in self._parts(part)]
         if template.takes_parts:
             return parts
         return "\n".join(part["text"] for part in parts)
 
     def _parts(self, part: Mapping[str, Any]) -> list[dict[str, str]]:
-        template = self._template
+        template, media = self._template, self._media
         if part["type"] == "text":
             return [_text(template.as_text(part["text"], self._stand_ins))]
-        is_clip = part["type"] == "video"
-        if self._has_clip:
-            raise InvalidArgument("a conversation may have one clip, after all images")
-        self._has_clip = is_clip
-        self.count += self._num_frames if is_clip else 1
-        if is_clip and template.clip_text is not None:
-            if template.video_text is not None:
-                return [{"type": "video"}]
-            return [_text(self._stand_ins.put(template.clip_text(self._num_frames), False))]
-        count = self._num_frames if is_clip else 1
-        if template.prints_images:
-            return [{"type": "image"}] * count
-        return [_text(self._stand_ins.put(template.image_text, False))] * count
+        if part["type"] == "image":
+            return self._printed_as(template.image_text, "image", [media.next_image()])
+        if template.clip_text is not None:
+            return self._printed_as(template.video_text, "video", [media.next_clip()])
+        return self._printed_as(template.image_text, "image", media.next_frames())
+
+    def _printed_as(
+        self, text: str | None, kind: str, stand_ins: list[str]
+    ) -> list[dict[str, str]]:
+        if text not in self._printed:
+            return [_text(stand_in) for stand_in in stand_ins]
+        self._printed[text] += stand_ins
+        return [{"type": kind} for _ in stand_ins]
+
+    def fill(self, rendered: str) -> str:
+        """Return the rendered conversation with stand-ins for what the template prints."""
+        texts = sorted(self._printed, key=len, reverse=True)
+
+        def stand_in(found: re.Match[str]) -> str:
+            waiting = self._printed[found[0]]
+            return waiting.popleft() if waiting else found[0]
+
+        return re.sub("|".join(map(re.escape, texts)), stand_in, rendered) if texts else rendered
 
 
-def join_parts(parts: Sequence[Mapping[str, str]], num_frames: int) -> str:
-    """Return the texts of a content's parts, with placeholders unless all images come first."""
-    are_texts = [part["type"] == "text" for part in parts]
-    if sorted(are_texts) == are_texts:
+def join_parts(parts: Sequence[Mapping[str, str]], videos: int, frames: str) -> str:
+    """Return the texts of a content's parts, with placeholders unless all images come first, and
+    then all clips.
+
+    videos: number of video files.
+    frames: text that stands for the clip of frames.
+    """
+    kinds = [PART_ORDER.index(part["type"]) for part in parts]
+    if sorted(kinds) == kinds:
         return "\n".join(part["text"] for part in parts if part["type"] == "text")
-    places = {"image": PLACEHOLDER, "video": PLACEHOLDER * num_frames}
-    return "".join(places.get(part["type"], part.get("text", "")) for part in parts)
+    clips = iter([CLIP_PLACEHOLDER] * videos)
+    return "".join(
+        part["text"]
+        if part["type"] == "text"
+        else PLACEHOLDER
+        if part["type"] == "image"
+        else next(clips, frames)
+        for part in parts
+    )
 
 
 def _text(text: str) -> dict[str, str]:
     return {"type": "text", "text": text}
-
-
-def with_images(prompt: str, num_frames: int, template: ChatTemplate) -> str:
-    """Return the prompt with the checkpoint's text in place of the placeholders.
-
-    num_frames: number of frames among the placeholders.
-
-    Raises InvalidArgument if the frames are taken as one video but are not adjacent.
-    """
-    if template.clip_text is not None and num_frames:
-        before, found, after = prompt.rpartition(PLACEHOLDER * num_frames)
-        if not found or PLACEHOLDER in after:
-            raise InvalidArgument(
-                f"this model takes the {num_frames} frames as one video, so their {PLACEHOLDER}"
-                " placeholders must follow each other, after those of all images; send single"
-                " pictures as 'image'"
-            )
-        prompt = f"{before}{template.clip_text(num_frames)}{after}"
-    return prompt.replace(PLACEHOLDER, template.image_text)
-
-
-def check_places(what: str, count: int, images: int, frames: int, more: str) -> None:
-    """Raise InvalidArgument if there is not one place for each image and frame."""
-    if count != images + frames:
-        raise InvalidArgument(
-            f"the {what} {count} {PLACEHOLDER} placeholders but the request has"
-            f" {images} images and {frames} frames; write one for each{more}"
-        )

@@ -15,6 +15,7 @@ the picture that is decoded alone. A part of it is for small pictures.
 from __future__ import annotations
 
 import fcntl
+import math
 import mmap
 import os
 import select
@@ -34,9 +35,11 @@ from vlora import fork_server
 from vlora.config import Limits
 from vlora.errors import Internal, InvalidArgument, Unavailable, VLoraError
 from vlora.fork_server import OUT_OF_MEMORY, OUT_OF_TIME, ForkServer, processor_seconds
+from vlora.request import Clip
 from vlora.vision import decode_worker as worker
 from vlora.vision.images import Element, ImageRequest, PictureBudget, PictureSize
 from vlora.vision.pictures import ByteArray
+from vlora.vision.video import MAX_PACKETS, VideoPlan, VideoSampling
 
 # Environment variables of the decoder processes.
 SETTINGS = {
@@ -88,7 +91,10 @@ class DecodeProcess:
     def begin(self, limits: Limits) -> None:
         """Begin a request, to which the limits of processor time and memory apply."""
         data = worker.LIMITS.pack(
-            limits.max_decode_seconds, limits.max_decode_bytes, limits.max_image_bytes
+            limits.max_decode_seconds,
+            limits.max_decode_bytes,
+            limits.max_image_bytes,
+            limits.max_video_bytes,
         )
         self._send(worker.BEGIN, b"", data)
 
@@ -110,19 +116,43 @@ class DecodeProcess:
             accept(_name_of(element, count), width, height)
             count += 1
 
+    def measure_video(self, element: Element, wait: Callable[[HasReply], None]) -> VideoPlan:
+        """Return the plan of a video file, of which no frames are sampled yet."""
+        self._send(worker.MEASURED[worker.VIDEO], element.name.encode(), element.data)
+        wait(self.has_reply)
+        reply, width, height, _ = self._receive()
+        self._check_reply(reply == worker.FILE, reply, width)
+        content = fork_server.receive(self._connection, worker.CONTENT.size)
+        total, fps = worker.CONTENT.unpack(content)
+        wait(self.has_reply)
+        self._check_reply(self._receive()[0] == worker.DONE, worker.DONE, 0)
+        if not (width and height and 0 < total <= MAX_PACKETS and 0 < fps < math.inf):
+            raise ConnectionError("a decoder sent an impossible description of a video file")
+        return VideoPlan(width, height, (), (), fps, total, total / fps)
+
     def decode(
-        self, element: Element, accept: Accept, wait: Callable[[HasReply], None]
+        self,
+        element: Element,
+        accept: Accept,
+        wait: Callable[[HasReply], None],
+        plan: VideoPlan | None = None,
     ) -> Iterator[ByteArray]:
         """Yield the pictures of one element, each uint8 [height, width, 3], read-only.
 
         accept: called for each picture. If it raises an error, the caller must stop the decoder.
         wait: called to wait for a reply of the decoder.
+        plan: which frames of a video file to decode.
 
         Raises PictureRefusedError, ConnectionError if the decoder has ended, or TimeoutError if it
         does not take the data.
         """
-        kind = worker.FRAME if element.is_frame else worker.IMAGE
-        self._send(kind, element.name.encode(), element.data)
+        if plan is not None:
+            numbers = np.array(plan.indices, worker.NUMBER)
+            head = worker.PLAN.pack(plan.width, plan.height, len(numbers)) + numbers.tobytes()
+            self._send(worker.VIDEO, element.name.encode(), element.data, head)
+        else:
+            kind = worker.FRAME if element.is_frame else worker.IMAGE
+            self._send(kind, element.name.encode(), element.data)
         count = 0
         # Pixels of the picture that has been accepted and is being decoded.
         accepted: int | None = None
@@ -163,8 +193,9 @@ class DecodeProcess:
     def close(self) -> None:
         self._connection.close()
 
-    def _send(self, kind: bytes, name: bytes, data: bytes) -> None:
-        fork_server.send(self._connection, worker.REQUEST.pack(kind, len(name), len(data)) + name)
+    def _send(self, kind: bytes, name: bytes, data: bytes, head: bytes = b"") -> None:
+        header = worker.REQUEST.pack(kind, len(name), len(head) + len(data))
+        fork_server.send(self._connection, header + name + head)
         fork_server.send(self._connection, data)
 
     def _receive(self) -> tuple[bytes, int, int, list[int]]:
@@ -238,7 +269,10 @@ class Pictures(Protocol):
 
     pictures: int  # Number of pictures that need not be decoded again.
 
-    def plan(self, sizes: Sequence[PictureSize]) -> None:
+    def sample(self, sampling: VideoSampling, total: int, fps: float) -> Sequence[int]:
+        """Return the numbers of the frames to use of a video file. May raise InvalidArgument."""
+
+    def plan(self, sizes: Sequence[PictureSize], videos: Sequence[Clip] = ()) -> None:
         """Take the sizes of all pictures, before they are added. May raise InvalidArgument."""
 
     def number_of_next(self) -> int:
@@ -264,6 +298,7 @@ class _Job:
     """A request that is decoded.
 
     sizes, counts: sizes of all pictures, and numbers of pictures of each element, once measured.
+    plans: plans of the video files by name, once measured.
     seconds: processor time that decoders of its earlier turns have used.
     since: time at which its first turn began.
     is_queued: whether it was interrupted, and needs a permit for long requests.
@@ -274,6 +309,7 @@ class _Job:
     on_done: OnDone
     sizes: list[PictureSize] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
+    plans: dict[str, VideoPlan] = field(default_factory=dict)
     seconds: float = 0.0
     since: float = 0.0
     is_queued: bool = False
@@ -361,20 +397,48 @@ class _Turn:
 
         def accept(name: str, width: int, height: int) -> None:
             self._budget.add(name, width, height)
-            sizes.append(PictureSize(height, width, element.is_frame))
+            sizes.append(PictureSize(height, width, element.is_frame, len(plans)))
 
-        counts = []
+        counts, plans = [], dict[str, VideoPlan]()
         for element in self._elements:
             assert decoder is not None
             self.name = element.name
             before = len(sizes)
-            decoder.measure(element, accept, self._permit.wait)
+            if element.is_video:
+                plan = plans[element.name] = self._plan(decoder, element)
+                size = PictureSize(plan.height, plan.width, True, len(plans) - 1)
+                sizes += [size] * len(plan.indices)
+            else:
+                decoder.measure(element, accept, self._permit.wait)
             counts.append(len(sizes) - before)
         for i, frame in enumerate(raw):
             self._budget.add(f"frame {i} of 'frames_raw'", frame.shape[1], frame.shape[0])
-            sizes.append(PictureSize(frame.shape[0], frame.shape[1], True))
-        self._pictures.plan(sizes)
-        job.sizes, job.counts = sizes, counts
+            sizes.append(PictureSize(frame.shape[0], frame.shape[1], True, len(plans)))
+        # The rate is that of transformers, from which positions follow.
+        videos = [
+            Clip(one.seconds, len(one.indices) / one.total * one.fps) for one in plans.values()
+        ]
+        self._pictures.plan(sizes, videos)
+        job.sizes, job.counts, job.plans = sizes, counts, plans
+
+    def _plan(self, decoder: DecodeProcess, element: Element) -> VideoPlan:
+        """Choose the frames to use of a video file."""
+        request = self._job.request
+        plan = decoder.measure_video(element, self._permit.wait)
+        options = request.options
+        sampling = VideoSampling(
+            options.num_frames,
+            options.fps,
+            options.do_sample_frames,
+            options.max_frames,
+            request.limits.max_video_frames,
+        )
+        try:
+            plan = plan.with_indices(self._pictures.sample(sampling, plan.total, plan.fps))
+        except InvalidArgument as error:
+            raise InvalidArgument(f"{element.name}: {error.message}") from None
+        self._budget.add_video(element.name, plan.width, plan.height, len(plan.indices))
+        return plan
 
     def decode(self, decoder: DecodeProcess) -> None:
         """Decode the pictures that earlier turns have not."""
@@ -385,13 +449,17 @@ class _Turn:
             if done < count:
                 self.name = element.name
                 self._decode_element(decoder, element, count, done)
-                self._permit.check()
 
     def _decode_element(
         self, decoder: DecodeProcess, element: Element, count: int, done: int
     ) -> None:
-        found = decoder.decode(element, self._accept, self._permit.wait)
-        for number in range(count):
+        plan = self._job.plans.get(element.name)
+        # The frames of earlier turns need not be decoded again.
+        start = 0 if plan is None else done
+        if plan is not None:
+            plan = plan.with_indices(plan.indices[start:])
+        found = decoder.decode(element, self._accept, self._permit.wait, plan)
+        for number in range(start, count):
             if self._is_measured and number >= done:
                 self._reserve_next()
             rgb = next(found, None)
@@ -399,6 +467,7 @@ class _Turn:
                 raise InvalidArgument(f"{element.name} is corrupt: it lacks picture {number}")
             if number >= done:
                 self.add(rgb)
+                self._permit.check()
         if next(found, None) is not None:
             raise InvalidArgument(f"{element.name} is corrupt: it has more than {count} pictures")
 
@@ -514,13 +583,13 @@ class ImageDecoder:
         permit.process = decoder.process
         before = processor_seconds(decoder.process)
         try:
-            left = max(limits.max_decode_seconds - job.seconds, MIN_SECONDS)
+            left = max(job.request.max_seconds - job.seconds, MIN_SECONDS)
             decoder.begin(replace(limits, max_decode_seconds=left))
             turn.measure(decoder)
             turn.decode(decoder)
         except ConnectionError:
             code = self._stop(decoder)
-            raise self._why_it_ended(code, turn.name, limits) from None
+            raise self._why_it_ended(code, turn.name, job.request) from None
         except TimeoutError:
             self._stop(decoder)
             raise Unavailable(f"the decoder of {turn.name} does not run; try again") from None
@@ -565,14 +634,16 @@ class ImageDecoder:
         decoder.close()
         return self._processes.stop(decoder.process)
 
-    def _why_it_ended(self, code: int | None, name: str, limits: Limits) -> VLoraError:
+    def _why_it_ended(self, code: int | None, name: str, request: ImageRequest) -> VLoraError:
+        limits = request.limits
         if self._closed:
             return self._closed_error()
         if code == OUT_OF_TIME:
+            seconds = request.max_seconds
+            key = "max_video_seconds" if request.has_videos else "max_decode_seconds"
             return InvalidArgument(
-                f"decoding the request's images took more than {limits.max_decode_seconds:g} s of"
-                f" processor time up to {name}; the limit is"
-                f" {limits.max_decode_seconds:g} ('max_decode_seconds')"
+                f"decoding the request's images took more than {seconds:g} s of processor time up"
+                f" to {name}; the limit is {seconds:g} ('{key}')"
             )
         if code == OUT_OF_MEMORY:
             return InvalidArgument(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,9 +30,11 @@ from vlora.model.folder_checks import (
 from vlora.model.multimodal import MULTIMODAL, takes_images
 from vlora.model.quantization_config import stored_quantization
 from vlora.request import FloatArray
+from vlora.sampling import AS_CHECKPOINT, MediaOptions
 from vlora.vision.adapters import VisionPart, applied, linear_layers
 from vlora.vision.families.base import Pixels, vision_family
 from vlora.vision.images import DecodedImage
+from vlora.vision.video import VideoSampling
 
 
 class _Bf16Linear(torch.nn.Linear):
@@ -125,15 +128,44 @@ class VisionEncoder:
         """Return (height, width) of an image in patches of the tower."""
         return self._family.grid(self._config, self._processor, image)
 
-    def prepare(self, images: Sequence[DecodedImage]) -> list[PreparedImage]:
-        """Return the images of one request, with their views and grids."""
-        with_views = self._family.with_views(self._clips, images)
+    def sample_frames(self, sampling: VideoSampling, total: int, fps: float) -> Sequence[int]:
+        """Return the numbers of the frames to use of a video file with `total` frames."""
+        return self._family.sample_frames(self._clips, sampling, total, fps)
+
+    def prepare(
+        self, images: Sequence[DecodedImage], options: MediaOptions = AS_CHECKPOINT
+    ) -> list[PreparedImage]:
+        """Return the images of one request, with their views and grids. Raises InvalidArgument for
+        options that the image processor does not have.
+        """
+        images, clips = self._limited(images, options)
+        with_views = self._family.with_views(clips, images)
         return [
             PreparedImage(
                 image, self.grid(image), self._family.tokens(self._config, self._processor, image)
             )
             for image in with_views
         ]
+
+    def _limited(
+        self, images: Sequence[DecodedImage], options: MediaOptions
+    ) -> tuple[Sequence[DecodedImage], Mapping[str, Any]]:
+        """Apply limits of pixels to images, and to the settings for frames."""
+        given = {"shortest_edge": options.min_pixels, "longest_edge": options.max_pixels}
+        limits = {edge: value for edge, value in given.items() if value is not None}
+        size = self._family.scaled_size
+        if not limits:
+            return images, self._clips
+        if size is None:
+            raise InvalidArgument(
+                "'mm_processor_kwargs' has 'min_pixels' or 'max_pixels', which the image processor"
+                f" of model type '{self._family.model_type}' does not have; leave them out"
+            )
+        scaled = [
+            one if one.is_video else replace(one, scaled=size(self._processor, limits, one))
+            for one in images
+        ]
+        return scaled, {**self._clips, "size": {**self._clips["size"], **limits}}
 
     def encode(
         self, images: Sequence[DecodedImage | Pixels], part: VisionPart | None = None
@@ -252,7 +284,12 @@ class TextOnlyEncoder:
         self.layers: Mapping[str, torch.nn.Linear] = {}
         self._model_type = model_type
 
-    def prepare(self, images: Sequence[DecodedImage]) -> list[PreparedImage]:
+    def sample_frames(self, sampling: VideoSampling, total: int, fps: float) -> Sequence[int]:
+        raise self._refusal()
+
+    def prepare(
+        self, images: Sequence[DecodedImage], options: MediaOptions = AS_CHECKPOINT
+    ) -> list[PreparedImage]:
         if images:
             raise self._refusal()
         return []

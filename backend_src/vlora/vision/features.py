@@ -24,10 +24,12 @@ from cachetools import Cache, LRUCache
 
 from vlora.errors import Internal, VLoraError, prompt_too_long
 from vlora.metrics import EncoderCounters
-from vlora.request import FloatArray, IntArray
+from vlora.request import Clip, FloatArray, IntArray
+from vlora.sampling import AS_CHECKPOINT, MediaOptions
 from vlora.vision.adapters import VisionPart
 from vlora.vision.images import DecodedImage, PictureSize, stacked, without_pixels
 from vlora.vision.pictures import ByteArray
+from vlora.vision.video import VideoSampling
 
 if TYPE_CHECKING:
     from vlora.vision.encoder import PreparedImage, TextOnlyEncoder, VisionEncoder
@@ -54,6 +56,7 @@ class EncodedImages:
     size: int32 [n, 2], original height and width in pixels.
     digests: keys of the images in the cache, in hex and without a salt, in order.
     adapter_version: version of the adapter that was applied to the tower; "" if none was.
+    videos: the video files.
     """
 
     features: FloatArray
@@ -61,6 +64,7 @@ class EncodedImages:
     size: IntArray
     digests: tuple[str, ...]
     adapter_version: str = ""
+    videos: tuple[Clip, ...] = ()
 
 
 class ReadyImage(NamedTuple):
@@ -228,21 +232,27 @@ class EncoderService:
         part: VisionPart | None,
         hold: Callable[[int], None] = lambda size: None,
         salt: str | None = None,
+        options: MediaOptions = AS_CHECKPOINT,
     ) -> RequestImages:
         """Return the images of a new request, for its pictures.
 
         part: vision part of its adapter.
         hold: called with the bytes of each image for the tower. May raise a VLoraError.
         salt: its tenant, whose features no other tenant shares.
+        options: how its pictures are prepared.
         """
-        return RequestImages(self, part, hold, salt)
+        return RequestImages(self, part, hold, salt, options)
 
-    def plan(self, sizes: Sequence[PictureSize]) -> list[PreparedImage]:
+    def sample(self, sampling: VideoSampling, total: int, fps: float) -> Sequence[int]:
+        """Return the numbers of the frames to use of a video file with `total` frames."""
+        return self._encoder.sample_frames(sampling, total, fps)
+
+    def plan(self, sizes: Sequence[PictureSize], options: MediaOptions) -> list[PreparedImage]:
         """Return the images of one request before its pictures are decoded.
 
         Raises InvalidArgument if their tokens alone are too many for a prompt.
         """
-        planned = self._encoder.prepare([without_pixels(size) for size in sizes])
+        planned = self._encoder.prepare([without_pixels(size) for size in sizes], options)
         tokens = sum(image.tokens for image in planned)
         if tokens > self._context:
             raise prompt_too_long(tokens, self._context, "image tokens", int(self._context))
@@ -312,9 +322,12 @@ class EncoderService:
         return [pending.result() for pending, _ in claims]
 
     def assemble(
-        self, images: Sequence[ReadyImage], features: Sequence[FloatArray]
+        self,
+        images: Sequence[ReadyImage],
+        features: Sequence[FloatArray],
+        videos: Sequence[Clip] = (),
     ) -> EncodedImages:
-        """Return the answer to one request from its images and their features."""
+        """Return the answer to one request from its images, their features and its video files."""
         layout: list[list[int]] = []
         size: list[tuple[int, int]] = []
         first = 0
@@ -337,6 +350,7 @@ class EncoderService:
             size=np.array(size, np.int32).reshape(-1, 2),
             digests=tuple(image.key[:DIGEST_CHARACTERS] for image in images),
             adapter_version=next((image.part.version for image in images if image.part), ""),
+            videos=tuple(videos),
         )
 
     @property
@@ -356,6 +370,7 @@ class RequestImages:
 
     images: the images whose pictures have all been decoded.
     pictures: number of the pictures of `images`.
+    videos: the video files, once planned.
     """
 
     def __init__(
@@ -364,8 +379,10 @@ class RequestImages:
         part: VisionPart | None,
         hold: Callable[[int], None],
         salt: str | None,
+        options: MediaOptions,
     ) -> None:
         self._service = service
+        self._options = options
         self._salt = salt
         self._hold = hold
         self._part = part
@@ -374,11 +391,20 @@ class RequestImages:
         self._parts: list[ByteArray] = []  # Pictures of the next image.
         self.images: list[ReadyImage] = []
         self.pictures = 0
+        self.videos: Sequence[Clip] = ()
 
-    def plan(self, sizes: Sequence[PictureSize]) -> None:
-        """Set the sizes of all pictures. Raises InvalidArgument if they make too many tokens."""
+    def sample(self, sampling: VideoSampling, total: int, fps: float) -> Sequence[int]:
+        """Return the numbers of the frames to use of a video file with `total` frames."""
+        return self._service.sample(sampling, total, fps)
+
+    def plan(self, sizes: Sequence[PictureSize], videos: Sequence[Clip] = ()) -> None:
+        """Set the sizes of all pictures, and the video files among them.
+
+        Raises InvalidArgument if they make too many tokens.
+        """
         self._sizes = list(sizes)
-        self._plan = self._service.plan(sizes)
+        self.videos = videos
+        self._plan = self._service.plan(sizes, self._options)
 
     def number_of_next(self) -> int:
         """Return the number of pictures of the next image."""
@@ -387,10 +413,10 @@ class RequestImages:
     def add(self, rgb: ByteArray) -> bool:
         """Add the next picture. Return whether no pixels are needed any more."""
         index = self.pictures + len(self._parts)
-        size = PictureSize(rgb.shape[0], rgb.shape[1], self._sizes[index].is_frame)
+        size = self._sizes[index]._replace(height=rgb.shape[0], width=rgb.shape[1])
         if size != self._sizes[index]:  # The orientation of its file has turned it.
             self._sizes[index] = size
-            self._plan = self._service.plan(self._sizes)
+            self._plan = self._service.plan(self._sizes, self._options)
         self._parts.append(rgb)
         prepared = self._plan[len(self.images)]
         image = prepared.image

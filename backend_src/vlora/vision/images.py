@@ -16,6 +16,7 @@ from PIL import Image
 
 from vlora.config import Limits
 from vlora.errors import InvalidArgument
+from vlora.sampling import AS_CHECKPOINT, MediaOptions
 from vlora.vision.pictures import ByteArray, check_size
 
 
@@ -29,6 +30,7 @@ class DecodedImage:
     continues: whether the image continues the previous one's clip, in the same row of the layout.
     scaled: size (height, width) to which the image is scaled before it is encoded; None if the
         image processor chooses it.
+    clip: number of the clip that a frame belongs to, among those of the request.
     """
 
     rgb: ByteArray
@@ -37,6 +39,7 @@ class DecodedImage:
     frames: int = 1
     continues: bool = False
     scaled: tuple[int, int] | None = None
+    clip: int = 0
 
     @property
     def height(self) -> int:
@@ -49,17 +52,20 @@ class DecodedImage:
 
 
 class PictureSize(NamedTuple):
-    """Size of one picture in pixels, and whether it belongs to the clip."""
+    """Size of one picture in pixels, whether it is a frame, and the number of the frame's clip."""
 
     height: int
     width: int
     is_frame: bool
+    clip: int = 0
 
 
 def without_pixels(size: PictureSize) -> DecodedImage:
     """Return an image that has only a size, before its file is decoded."""
     return DecodedImage(
-        np.broadcast_to(np.zeros(1, np.uint8), (size.height, size.width, 3)), size.is_frame
+        np.broadcast_to(np.zeros(1, np.uint8), (size.height, size.width, 3)),
+        size.is_frame,
+        clip=size.clip,
     )
 
 
@@ -80,29 +86,43 @@ class Element(NamedTuple):
     """One encoded element of a request: a file of an accepted format, or its base64.
 
     name: name of the element in error messages.
-    is_frame: whether it belongs to the clip.
+    is_frame: whether its pictures are frames of a clip.
+    is_video: whether it is a video file, a clip of its own.
     """
 
     data: bytes
     name: str
     is_frame: bool
+    is_video: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class ImageRequest:
     """The checked images of one request.
 
-    elements: encoded images and frames, in order.
+    elements: encoded images, video files and frames, in order.
     raw: uint8 [n, height, width, 3], decoded frames, which follow the elements; n may be 0.
     limits: limits that decoding must observe.
+    options: how the images and videos are prepared.
     """
 
     elements: Sequence[Element]
     raw: ByteArray
     limits: Limits
+    options: MediaOptions = AS_CHECKPOINT
 
     def __len__(self) -> int:
         return len(self.elements) + len(self.raw)
+
+    @property
+    def has_videos(self) -> bool:
+        return any(element.is_video for element in self.elements)
+
+    @property
+    def max_seconds(self) -> float:
+        """Maximum processor time in seconds for decoding."""
+        limits = self.limits
+        return limits.max_video_seconds if self.has_videos else limits.max_decode_seconds
 
 
 def check_images(
@@ -110,10 +130,12 @@ def check_images(
     frames: Sequence[bytes],
     frames_raw: np.ndarray[Any, Any] | None,
     limits: Limits,
+    videos: Sequence[bytes] = (),
+    options: MediaOptions = AS_CHECKPOINT,
 ) -> ImageRequest:
     """Check what can be checked before decoding, and return the images of a request.
 
-    images, frames: encoded files or their base64.
+    images, frames, videos: encoded files or their base64.
     frames_raw: uint8 [n, height, width, 3], which the caller must not change. A request has one
         clip, as `frames` or as `frames_raw`.
 
@@ -124,10 +146,17 @@ def check_images(
         raise InvalidArgument("send the clip as 'frames' or as 'frames_raw', not as both")
     check_count(len(images) + len(frames) + len(raw), limits)
     elements = [Element(data, f"image {i}", False) for i, data in enumerate(images)]
+    if len(videos) > limits.max_video_frames:
+        raise InvalidArgument(
+            f"the request has {len(videos)} videos; each has at least one frame, and the limit is"
+            f" {limits.max_video_frames} frames of videos ('max_video_frames')"
+        )
+    elements += [Element(data, f"video {i}", True, True) for i, data in enumerate(videos)]
     elements += [Element(data, f"frame {i}", True) for i, data in enumerate(frames)]
     for element in elements:
-        check_size(element.data, element.name, limits.max_image_bytes)
-    return ImageRequest(elements, raw, limits)
+        limit = limits.max_video_bytes if element.is_video else limits.max_image_bytes
+        check_size(element.data, element.name, limit)
+    return ImageRequest(elements, raw, limits, options)
 
 
 def check_count(images: int, limits: Limits) -> None:
@@ -145,9 +174,21 @@ class PictureBudget:
         self._limits = limits
         self._pictures = 0
         self._pixels = 0
+        self._video_frames = 0
 
-    def add(self, name: str, width: int, height: int) -> None:
-        """Count a picture, before it is decoded. Raises InvalidArgument beyond a limit."""
+    def add_video(self, name: str, width: int, height: int, frames: int) -> None:
+        """Count a video file. Its frames are decoded one after another, for a limited time, so they
+        do not count as images and pixels of the request.
+        """
+        self._check_picture(f"a frame of {name}", width, height)
+        self._video_frames += frames
+        if self._video_frames > (limit := self._limits.max_video_frames):
+            raise InvalidArgument(
+                f"with {name} the request has {self._video_frames} frames of videos; the limit is"
+                f" {limit} ('max_video_frames'); sample fewer by 'fps' or 'num_frames'"
+            )
+
+    def _check_picture(self, name: str, width: int, height: int) -> None:
         limits = self._limits
         megapixels = width * height / 1e6
         if megapixels > limits.max_image_megapixels:
@@ -161,6 +202,11 @@ class PictureBudget:
                 f"{name} is {width}x{height}; its longer edge may be at most"
                 f" {limits.max_aspect_ratio:g} times the shorter"
             )
+
+    def add(self, name: str, width: int, height: int) -> None:
+        """Count a picture, before it is decoded. Raises InvalidArgument beyond a limit."""
+        limits = self._limits
+        self._check_picture(name, width, height)
         self._pictures += 1
         if self._pictures > limits.max_images:
             raise InvalidArgument(

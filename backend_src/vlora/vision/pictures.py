@@ -15,7 +15,7 @@ import io
 import re
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -49,7 +49,9 @@ def open_pictures(data: bytes, name: str, as_frames: bool, limit: int) -> Iterat
 
     Raises InvalidArgument, and MemoryError if the process has no memory left.
     """
-    encoded = _without_bulk(_unwrap(data, name, limit))
+    check_size(data, name, limit)
+    kinds = f"an encoded image ({', '.join(FORMATS)})"
+    encoded = _without_bulk(unwrap(data, name, limit, _is_encoded, kinds))
     with _pillow_errors(name), Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
         if _is_animated(image) and not as_frames:
             raise InvalidArgument(
@@ -128,20 +130,23 @@ def _corrupt(name: str, error: Exception) -> InvalidArgument:
     return InvalidArgument(f"{name} is corrupt or truncated: {str(error) or type(error).__name__}")
 
 
-def _unwrap(data: bytes, name: str, limit: int) -> bytes:
-    """Return the encoded file in `data`, which may be base64."""
-    check_size(data, name, limit)
-    if _is_encoded(data):
-        return data
-    head = _DATA_URL.match(data)
-    try:
-        encoded = decode_base64(data[head.end() if head else 0 :])
-    except ValueError:
-        encoded = b""
-    if not _is_encoded(encoded):
-        raise InvalidArgument(
-            f"{name} is neither an encoded image ({', '.join(FORMATS)}) nor base64 of one"
-        )
+def unwrap(
+    data: bytes, name: str, limit: int, is_file: Callable[[bytes], bool], expected: str
+) -> bytes:
+    """Return the file in an element, which may be base64.
+
+    is_file: whether bytes begin like a file of an accepted format.
+    expected: what such a file is, for the message of the InvalidArgument.
+    """
+    encoded = data
+    if not is_file(data):
+        head = _DATA_URL.match(data)
+        try:
+            encoded = decode_base64(data[head.end() if head else 0 :])
+        except ValueError:
+            encoded = b""
+        if not is_file(encoded):
+            raise InvalidArgument(f"{name} is neither {expected} nor base64 of one")
     if len(encoded) > limit:
         raise InvalidArgument(f"{name} has {len(encoded)} bytes; the limit is {limit}")
     return encoded

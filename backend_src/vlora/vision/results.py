@@ -12,7 +12,8 @@
 - All boxes after a name in tags have this name as label. A box before any name has the label null.
   Corners may be in either order.
 - The text does not say in which picture a box is. A box is assigned to the last image or frame of
-  the request, since Qwen-VL draws boxes on the latest picture. Frames come after images.
+  the request, since Qwen-VL draws boxes on the latest picture. Video files come after images, and
+  frames after these.
 - The score of a box is null, because the text has no scores.
 - A malformed box or name (an unclosed tag, a coordinate off the picture) is left out and reported
   in `warnings`. Text without boxes is valid.
@@ -32,11 +33,11 @@ from typing import Any
 
 from vlora.errors import InvalidArgument
 from vlora.model.multimodal import PIXEL_BOXES
-from vlora.request import IntArray
+from vlora.request import Clip, IntArray
 from vlora.strict_json import load_object
 from vlora.tasks import TASKS
 
-SCHEMA_VERSION = "1"
+SCHEMA_VERSION = "2"
 SCHEMA_PATH = Path(__file__).with_name("result.schema.json")
 MAX_PICTURES = 1 << 16  # Maximum number of images and frames of a result.
 GRID = 1000  # Number of cells along an edge.
@@ -182,6 +183,7 @@ def build_result(
     scores: Sequence[float] = (),
     metadata: str = "",
     pixels_per_patch: int = 0,
+    videos: Sequence[Clip] = (),
 ) -> str:
     """Return the JSON of one answer, which conforms to the schema.
 
@@ -191,6 +193,7 @@ def build_result(
     labels, scores: outputs of a vision task head, of equal length; empty without a head.
     metadata: metadata of the request, which the result returns.
     pixels_per_patch: result of `pixels_per_patch` for the checkpoint.
+    videos: the video files, whose frames come before those of the clip.
 
     Raises InvalidArgument if the arguments do not fit each other.
     """
@@ -214,8 +217,9 @@ def build_result(
         "adapter": details["adapter"],
         "timings": details["timings"],
         "metadata": metadata,
-        "images": _pictures(objects, is_video, frames=False),
-        "frames": _pictures(objects, is_video, frames=True),
+        "images": _pictures(objects, is_video, False),
+        "videos": _videos(objects, is_video, videos),
+        "frames": _pictures(objects, is_video, True, sum(video.frames for video in videos)),
         "counts": dict(Counter(box.label for box in boxes if box.label is not None)),
         "scores": {label: float(score) for label, score in zip(labels, scores, strict=True)},
         "warnings": warnings,
@@ -262,11 +266,33 @@ def _unclosed(tag: re.Match[str]) -> str:
 
 
 def _pictures(
-    objects: list[list[dict[str, Any]]], is_video: list[bool], frames: bool
+    objects: list[list[dict[str, Any]]], is_video: list[bool], frames: bool, first: int = 0
 ) -> list[dict[str, Any]]:
-    """Return the objects in each image, or in each frame, with indices from 0."""
+    """Return the objects in each image, or in each frame from `first` on, with indices from 0."""
     selected = [boxes for boxes, video in zip(objects, is_video, strict=True) if video is frames]
+    selected = selected[first:]
     return [{"index": index, "objects": boxes} for index, boxes in enumerate(selected)]
+
+
+def _videos(
+    objects: list[list[dict[str, Any]]], is_video: list[bool], videos: Sequence[Clip]
+) -> list[dict[str, Any]]:
+    """Return the time and the objects of each frame of each video file."""
+    if (count := sum(video.frames for video in videos)) > sum(is_video):
+        raise InvalidArgument(
+            f"'image_videos' has {count} frames, 'image_layout' has {sum(is_video)}"
+        )
+    frames = (boxes for boxes, video in zip(objects, is_video, strict=True) if video)
+    return [
+        {
+            "index": index,
+            "frames": [
+                {"index": i, "seconds": round(seconds, 3), "objects": next(frames)}
+                for i, seconds in enumerate(video.seconds)
+            ],
+        }
+        for index, video in enumerate(videos)
+    ]
 
 
 def _check(

@@ -15,7 +15,7 @@ import triton_python_backend_utils as pb_utils
 from vlora.config import Limits
 from vlora.errors import InvalidArgument, VLoraError, from_message, is_coded
 from vlora.request import ImageFeatures
-from vlora.serving.codec import ADAPTER_VERSION, RETURNED
+from vlora.serving.codec import ADAPTER_VERSION, RETURNED, VIDEOS
 from vlora.serving.metrics import ErrorCounts
 from vlora.serving.responder import to_message
 from vlora.serving.tensors import Array, EncodedStrings, Tensors, check_strings, flag
@@ -179,7 +179,7 @@ class ModelCalls:
     def encode_images(self, tensors: Tensors, request_id: str) -> ImageFeatures:
         """Return the features of one request, without batch dimension, from `vision_encoder`."""
         batched = {name: value[None] for name, value in tensors.items()}
-        outputs = ("image_features", "image_layout", ADAPTER_VERSION)
+        outputs = ("image_features", "image_layout", ADAPTER_VERSION, VIDEOS)
         for _ in range(ENCODE_TRIES):
             response = _request(VISION_ENCODER, batched, outputs, request_id).exec()
             if not response.has_error() or is_coded(response.error().message()):

@@ -21,6 +21,7 @@ from vlora.errors import InvalidArgument, in_one_line
 from vlora.model.folder_checks import warn_of_unread_settings
 from vlora.model.multimodal import MULTIMODAL
 from vlora.vision.images import DecodedImage
+from vlora.vision.video import VideoSampling
 
 Pixels = Mapping[str, torch.Tensor]  # Result of a checkpoint's image processor for one image.
 
@@ -56,6 +57,19 @@ def _preprocess(processor: Any, image: DecodedImage) -> Pixels:
     return pixels
 
 
+def _sample_evenly(
+    settings: Mapping[str, Any], sampling: VideoSampling, total: int, fps: float
+) -> Sequence[int]:
+    """Sample like transformers' `BaseVideoProcessor`, but never more frames than there are."""
+    asked = sampling.asked(settings)
+    count, rate = asked or (None, None)
+    if rate is not None:
+        limits = (number for number in (count, sampling.max_frames) if number is not None)
+        count = min(max(1, int(total / fps * rate)), *limits, total)
+    count = sampling.check_count(total if count is None else min(count, total), total)
+    return [i * total // count for i in range(count)]
+
+
 @dataclass(frozen=True)
 class VisionFamily:
     """One vision architecture.
@@ -72,10 +86,15 @@ class VisionFamily:
     with_views: (clip settings, images of one request) → the images with `DecodedImage.view` set.
     preprocess: (processor, image) → pixels.
     clip_settings: (checkpoint, processor) → settings of the checkpoint's video processor. {} if
-        frames of a clip are prepared like images.
+        frames of a clip are separate images.
     load_processor: (checkpoint, config) → processor. By default, the checkpoint's own.
-    clip_text: (number of frames) → text for a clip in a prompt, with the image token once for each
-        row of the clip in `ImageFeatures.layout`; None if frames are separate images.
+    sample_frames: (clip settings, what a request asks, number of frames of a file, its frames per
+        second) → numbers of the sampled frames, as transformers' video processor samples them.
+    scaled_size: (processor, limits of pixels that replace those of the processor, image) → (height,
+        width) to which an image is scaled; None if the processor has no such limits.
+    clip_text: (number of frames, time of each in seconds; () if unknown) → text for a clip in a
+        prompt, with the image token once for each row of the clip in `ImageFeatures.layout`; None
+        if frames are separate images.
     """
 
     model_type: str
@@ -91,7 +110,11 @@ class VisionFamily:
     preprocess: Callable[[Any, DecodedImage], Pixels] = _preprocess
     clip_settings: Callable[[Path, Any], Mapping[str, Any]] = lambda checkpoint, processor: {}
     load_processor: Callable[[Path, Any], Any] = _load_processor
-    clip_text: Callable[[int], str] | None = None
+    sample_frames: Callable[[Mapping[str, Any], VideoSampling, int, float], Sequence[int]] = (
+        _sample_evenly
+    )
+    scaled_size: Callable[[Any, Mapping[str, int], DecodedImage], tuple[int, int]] | None = None
+    clip_text: Callable[[int, Sequence[float]], str] | None = None
 
 
 def vision_family(model_type: str) -> VisionFamily | None:

@@ -20,6 +20,7 @@ from transformers.models.llava_onevision.modeling_llava_onevision import (
     LlavaOnevisionMultiModalProjector,
 )
 
+from vlora.model.folder_checks import processor_settings
 from vlora.vision.families.base import FOR_RGB, Pixels, VisionFamily, without_decoder
 from vlora.vision.images import DecodedImage
 
@@ -115,8 +116,9 @@ FRAMES = (FRAME, LAST_FRAME)
 def _with_views(clips: Mapping[str, Any], images: Sequence[DecodedImage]) -> Sequence[DecodedImage]:
     alone = sum(not image.is_video for image in images) == 1
     views = [FRAME if image.is_video else "" if alone else SEVERAL for image in images]
-    if FRAME in views:
-        views[len(views) - 1 - views[::-1].index(FRAME)] = LAST_FRAME
+    last = {image.clip: i for i, image in enumerate(images) if image.is_video}
+    for i in last.values():
+        views[i] = LAST_FRAME
     return [replace(image, view=view) for image, view in zip(images, views, strict=True)]
 
 
@@ -178,6 +180,8 @@ LLAVA_ONEVISION = VisionFamily(
     features=_onevision_features,
     with_views=_with_views,
     preprocess=_preprocess,
+    clip_settings=lambda folder, processor: processor_settings(folder, "video"),
+    clip_text=lambda frames, seconds: LLAVA.image_text * frames,
 )
 
 FAMILIES = {family.model_type: family for family in (LLAVA, LLAVA_NEXT, LLAVA_ONEVISION)}

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from vlora.model.decoder_config import FRAMES_PER_SECOND
 from vlora.model.folder_checks import processor_settings
 from vlora.vision.families.base import FOR_RGB, Pixels, VisionFamily, without_decoder
 from vlora.vision.images import DecodedImage, stacked
+from vlora.vision.video import VideoSampling
 
 # Clips in Qwen2-VL, Qwen2.5-VL and Qwen3-VL: each two successive frames are encoded together.
 # Frames have the size that the checkpoint's video processor gives them. Qwen2-VL and Qwen2.5-VL
@@ -92,6 +94,51 @@ def frame_size_of_qwen3(clips: Settings, frames: int, height: int, width: int) -
     return sides[0], sides[1]
 
 
+def sample_as_qwen2(
+    clips: Settings, sampling: VideoSampling, total: int, fps: float
+) -> Sequence[int]:
+    """Sample like transformers' `Qwen2VLVideoProcessor`: whole pairs, of the frames there are."""
+    asked = sampling.asked(clips)
+    if asked in (None, (None, None)):
+        return range(sampling.check_count(total, total))
+    count, rate = asked
+    pair = clips.get("temporal_patch_size", FRAMES_PER_PAIR)
+    if rate is not None:
+        largest = min(_most_frames(clips, sampling, count), total) // pair * pair
+        count = min(max(total / fps * rate, clips.get("min_frames", 4)), largest) // pair * pair
+    else:
+        count = round(count / pair) * pair
+    count = sampling.check_count(min(max(int(count), 1), total), total)
+    # As the stock processor computes them, in float32: rounding decides between two neighboring
+    # frames, and may add a number that the file does not have.
+    indices: list[int] = torch.arange(0, total, total / count).int().tolist()
+    return indices[:count]
+
+
+def sample_as_qwen3(
+    clips: Settings, sampling: VideoSampling, total: int, fps: float
+) -> Sequence[int]:
+    """Sample like transformers' `Qwen3VLVideoProcessor`, which repeats frames if they are few."""
+    asked = sampling.asked({"do_sample_frames": True, "fps": 2} | dict(clips))
+    if asked is None:
+        return range(sampling.check_count(total, total))
+    count, rate = asked
+    fewest = clips.get("min_frames", 4)
+    if rate is not None:
+        largest = min(_most_frames(clips, sampling, count), total)
+        count = min(max(int(total / fps * rate), fewest), largest)
+    elif count is None:
+        count = min(max(total, fewest), _most_frames(clips, sampling, None))
+    sampling.check_count(count, total)
+    return [int(index) for index in np.linspace(0, total - 1, count).round()]
+
+
+def _most_frames(clips: Settings, sampling: VideoSampling, count: int | None) -> int:
+    """Return the maximum number of frames if they are sampled by a rate."""
+    most = sampling.max_frames or clips.get("max_frames", 768)
+    return int(most if count is None else min(count, most))
+
+
 def _factor(clips: Settings) -> int:
     """Return the length in pixels of each side of the square that one token covers."""
     return int(clips["patch_size"]) * int(clips["merge_size"])
@@ -102,27 +149,30 @@ def with_pairs(
 ) -> Sequence[DecodedImage]:
     """Return a request's images, with each two successive frames joined into one `DecodedImage`.
 
-    Frames are resized to the size of the first. A last frame without a partner is encoded like an
-    image: the image processor repeats it to make a pair.
+    Frames are resized to the size of the first one of their clip. A last frame without a partner is
+    encoded like an image: the image processor repeats it to make a pair.
 
     one_row: whether the layout has one row for the clip instead of one row for each pair.
     clips: settings of the checkpoint's video processor.
     """
     stills = [image for image in images if not image.is_video]
-    frames = images[len(stills) :]
     pairs = []
-    for first in range(0, len(frames), FRAMES_PER_PAIR):
-        pair = frames[first : first + FRAMES_PER_PAIR]
-        pairs.append(
-            replace(
-                pair[0],
-                rgb=stacked([one.rgb for one in pair], frames[0].height, frames[0].width),
-                frames=len(pair),
-                continues=one_row and first > 0,
-                view="pair" if len(pair) == FRAMES_PER_PAIR else "",
-                scaled=size(clips, len(frames), frames[0].height, frames[0].width),
+    for _, clip in groupby(images[len(stills) :], lambda image: image.clip):
+        frames = list(clip)
+        height, width = frames[0].height, frames[0].width
+        scaled = size(clips, len(frames), height, width)
+        for first in range(0, len(frames), FRAMES_PER_PAIR):
+            pair = frames[first : first + FRAMES_PER_PAIR]
+            pairs.append(
+                replace(
+                    pair[0],
+                    rgb=stacked([one.rgb for one in pair], height, width),
+                    frames=len(pair),
+                    continues=one_row and first > 0,
+                    view="pair" if len(pair) == FRAMES_PER_PAIR else "",
+                    scaled=scaled,
+                )
             )
-        )
     return [*stills, *pairs]
 
 
@@ -144,18 +194,18 @@ def preprocess(processor: Any, image: DecodedImage) -> Pixels:
     return {"pixel_values": joined.flatten(1), "image_grid_thw": pixels["image_grid_thw"][:1]}
 
 
-def timed_text(image_text: str, frames: int) -> str:
+def timed_text(image_text: str, frames: int, seconds: Sequence[float]) -> str:
     """Return the text of a clip in Qwen3-VL: the time of each pair of frames, then its tokens.
 
     As in transformers' processor, the start and end tokens of an image are also around the whole
     clip. The time of a pair is the mean of its frames' times, in seconds.
     """
     start, _, end = image_text.partition("<|image_pad|>")
+    times = seconds or [frame / FRAMES_PER_SECOND for frame in range(frames)]
     pairs = ""
     for first in range(0, frames, FRAMES_PER_PAIR):
         last = min(first + FRAMES_PER_PAIR, frames) - 1
-        seconds = (first / FRAMES_PER_SECOND + last / FRAMES_PER_SECOND) / 2
-        pairs += f"<{seconds:.1f} seconds>{image_text}"
+        pairs += f"<{(times[first] + times[last]) / 2:.1f} seconds>{image_text}"
     return f"{start}{pairs}{end}"
 
 
@@ -170,15 +220,20 @@ def _part(model: type[Any], tower: type[Any]) -> type[Any]:
     return without_decoder(model, _DECODER_KEYS, build)
 
 
-def _grid(config: Any, processor: Any, image: DecodedImage) -> tuple[int, int]:
-    patch: int = processor.patch_size
-    height, width = image.scaled or smart_resize(
+def _scaled_size(processor: Any, limits: Mapping[str, int], image: DecodedImage) -> tuple[int, int]:
+    size: tuple[int, int] = smart_resize(
         image.height,
         image.width,
-        factor=patch * processor.merge_size,
-        min_pixels=processor.size["shortest_edge"],
-        max_pixels=processor.size["longest_edge"],
+        factor=processor.patch_size * processor.merge_size,
+        min_pixels=limits.get("shortest_edge", processor.size["shortest_edge"]),
+        max_pixels=limits.get("longest_edge", processor.size["longest_edge"]),
     )
+    return size
+
+
+def _grid(config: Any, processor: Any, image: DecodedImage) -> tuple[int, int]:
+    patch: int = processor.patch_size
+    height, width = image.scaled or _scaled_size(processor, {}, image)
     return height // patch, width // patch
 
 
@@ -217,7 +272,9 @@ QWEN2_VL = VisionFamily(
     with_views=partial(with_pairs, frame_size_of_qwen2, True),
     preprocess=preprocess,
     clip_settings=clip_settings,
-    clip_text=lambda frames: _IMAGE_TEXT,
+    sample_frames=sample_as_qwen2,
+    scaled_size=_scaled_size,
+    clip_text=lambda frames, seconds: _IMAGE_TEXT,
 )
 QWEN2_5_VL = replace(
     QWEN2_VL,
@@ -230,6 +287,7 @@ QWEN3_VL = replace(
     part=_part(Qwen3VLModel, Qwen3VLVisionModel),
     features=_features_by_level,
     with_views=partial(with_pairs, frame_size_of_qwen3, False),
+    sample_frames=sample_as_qwen3,
     clip_text=partial(timed_text, _IMAGE_TEXT),
 )
 FAMILIES = {family.model_type: family for family in (QWEN2_VL, QWEN2_5_VL, QWEN3_VL)}
