@@ -19,7 +19,7 @@ from vlora.errors import InvalidArgument
 from vlora.ids import MatrixId
 from vlora.kernels.formats import Format
 from vlora.kernels.quantize import quantize
-from vlora.kernels.quantized import QuantizedWeight, allocate
+from vlora.kernels.quantized import QuantizedWeight, allocate, arrange
 from vlora.model.checkpoint import StoredRows, check, read
 from vlora.model.decoder_config import DecoderConfig, lm_head_format, read_config
 from vlora.model.folder_checks import check_weights
@@ -86,6 +86,7 @@ def load_weights(
         if config.quantization is not None:
             read_quantized(quantized_parts(folder, config), config.quantization, slab)
         slab.arrange()
+        head = None if head is None else arrange(head)
     frequencies, scale = rope_frequencies(read_config(folder).get_text_config())
     lm_head = tensors[names.embedding if config.tied else names.lm_head] if head is None else head
     norms, layers = (*names.norms, *names.head_norms), range(config.layers)
