@@ -68,3 +68,17 @@ def test_two_threads_give_the_same_answers_as_one(checkpoint: Path, adapters_dir
         assert answers(engine, batch) == expected
     finally:
         torch.set_num_threads(1)
+
+
+def test_answers_with_quantized_activations_are_the_same_alone_and_in_a_crowd(
+    checkpoint: Path, adapters_dir: Path
+) -> None:
+    """Rounding to integers turns any difference of a row's sums into another answer."""
+    options = Options(model=checkpoint, adapters=adapters_dir, quantization="int8-dynamic")
+    engine = Engine(options)
+    batch = requests(engine.adapters.names())
+    alone: dict[str, tuple[list[int], str]] = {}
+    for request in batch:
+        alone |= answers(engine, [request])
+    crowded = Engine(options)
+    assert answers(crowded, batch[::-1]) == alone
