@@ -28,27 +28,18 @@ VNNI = Isa(
 AVX512_BF16."""
 DYNAMIC = {VNNI: "avx512", kernels.AVX2: "avx2", kernels.SCALAR: "scalar"}
 """Instruction sets whose vectors multiply bytes, with the name of their header."""
-DYNAMIC_TILES = {kernels.AMX: "avx512", kernels.TWIN: "scalar"}
 
 
 def dynamic_units(build: Path) -> list[Unit]:
     """Return the units of the kernels that quantize x, and their table."""
     units = []
-    for isas, kind in ((DYNAMIC, "vectors"), (DYNAMIC_TILES, "tiles")):
-        for isa, name in isas.items():
-            tiles = [f"runtime/tile_{isa.name}.h"] if kind == "tiles" else []
-            headers = (*tiles, f"quantized/dynamic_{name}.h", f"quantized/dynamic_{kind}.h")
-            source = f"DynamicKernels dynamic_kernels() {{ return dynamic_kernels_of_{kind}(); }}\n"
-            units.append(kernels.unit(build, "quantized", "dynamic", isa, headers, source))
-    table = kernels.pointer_table(
-        build,
-        "quantized",
-        "quantized/dynamic.h",
-        "DynamicKernels",
-        "dynamic_kernels",
-        (*DYNAMIC, *DYNAMIC_TILES),
-    )
-    return [*units, table]
+    for isa, name in DYNAMIC.items():
+        headers = (f"quantized/dynamic_{name}.h", "quantized/dynamic_vectors.h")
+        source = "DynamicKernels dynamic_kernels() { return dynamic_kernels_of_vectors(); }\n"
+        units.append(kernels.unit(build, "quantized", "dynamic", isa, headers, source))
+    names = ("DynamicKernels", "dynamic_kernels")
+    header = "quantized/dynamic.h"
+    return [*units, kernels.pointer_table(build, "quantized", header, *names, tuple(DYNAMIC))]
 
 
 def body(isa: Isa) -> str:

@@ -11,27 +11,30 @@
 namespace vlora::quantized {
 namespace {
 
-// Up to this many rows of x, vectors are as fast as a tile unit.
-constexpr int64_t kMaxVectorRows = 16;
 // Bytes of W in a piece. Reading them from memory takes about 5 µs.
 constexpr int64_t kPieceBytes = 64 << 10;
+// Maximum number of panels that a kernel multiplies together.
+constexpr int64_t kTogether = 4;
 
-// Returns the kernels for a number of rows of x. All compute the same.
-const DynamicKernels& kernels_for(int64_t rows) {
-  runtime::Isa isa = runtime::isa(Dtype::kBf16);
-  if (isa == runtime::Isa::kAvx512Bf16 || (isa == runtime::Isa::kAmx && rows <= kMaxVectorRows))
-    isa = runtime::Isa::kAvx512;
-  // Some CPUs with AVX-512 do not multiply bytes.
-  if (isa == runtime::Isa::kAvx512 && !__builtin_cpu_supports("avx512vnni"))
-    isa = runtime::Isa::kAvx2;
+// All kernels compute the same. AMX would be slower than VNNI: it stores the sums of each group
+// after two products of tiles.
+const DynamicKernels& current_kernels() {
+  using runtime::Isa;
+  Isa isa = runtime::isa(Dtype::kBf16);
+  if (isa == Isa::kTwin) isa = Isa::kScalar;
+  if (isa > Isa::kAvx2) isa = multiplies_bytes() ? Isa::kAvx512 : Isa::kAvx2;
   return *dynamic_kernels(isa);
 }
 
 }  // namespace
 
+bool multiplies_bytes() {
+  return runtime::isa(Dtype::kBf16) > runtime::Isa::kAvx2 && __builtin_cpu_supports("avx512vnni");
+}
+
 void multiply_dynamic(const Product& p, int threads) {
   if (p.rows <= 0 || p.w.n <= 0) return;
-  const DynamicKernels& kernels = kernels_for(p.rows);
+  const DynamicKernels& kernels = current_kernels();
   DynamicRows x{};
   x.tiles = ceil_div(p.rows, kernels.tile_rows);
   x.blocks = p.w.blocks();
@@ -47,12 +50,12 @@ void multiply_dynamic(const Product& p, int threads) {
   const int64_t panels = ceil_div(p.w.n, kDynamicPanel),
                 share = ceil_div(panels, int64_t(threads) * 8),
                 fitting = kPieceBytes / (kDynamicPanel * std::max<int64_t>(1, p.w.row_bytes()));
-  const int64_t each = std::max<int64_t>(1, ceil_div(std::min(share, fitting), int64_t(2))) * 2;
+  const int64_t each = std::max<int64_t>(1, ceil_div(std::min(share, fitting), kTogether)) * kTogether;
   in_pieces(threads, panels, each, [&](int64_t from, int64_t to) { kernels.run(p, x, from, to); });
 }
 
 double multiply_bytes(int64_t rounds, int threads) {
-  const DynamicKernels& kernels = kernels_for(kMaxVectorRows + 1);
+  const DynamicKernels& kernels = current_kernels();
   std::atomic<int64_t> operations{0};
   auto work = [&](const runtime::Team&) { operations += int64_t(kernels.peak(rounds)); };
   runtime::run_on(threads, work);

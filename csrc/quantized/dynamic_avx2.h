@@ -16,6 +16,7 @@ constexpr int64_t kPrefetchedBytes = 1024;
 
 struct Bytes {
   static constexpr int kTileRows = 4, kPanels = 1;
+  static constexpr int kFewRows = 1, kPanelsOfFewRows = 1;
   // A line has values 0 and 2 of four, then 1 and 3, as 16 bits.
   static constexpr int64_t kLineBytes = 2 * kBlock;
   // Values 0 and 2, and 1 and 3, of 8 outputs in each half.

@@ -16,6 +16,8 @@ constexpr int64_t kPrefetchedBytes = 1024;
 struct Bytes {
   // The sums of 12 rows and two panels, and two registers of W, leave room for one of x.
   static constexpr int kTileRows = 12, kPanels = 2;
+  // Memory is read fastest in four streams.
+  static constexpr int kFewRows = 4, kPanelsOfFewRows = 4;
   static constexpr int64_t kLineBytes = kBlock;
   using Weights = __m512i;
   using Quad = __m512i;
@@ -25,7 +27,6 @@ struct Bytes {
     _mm512_storeu_si512(line, _mm512_loadu_si512(integers));
   }
   static VLORA_INLINE Sums initial(const int32_t* offset) { return _mm512_set1_epi32(*offset); }
-  static VLORA_INLINE Sums sums_at(const int32_t* from) { return _mm512_load_si512(from); }
   static VLORA_INLINE Weights load(const uint8_t* w) {
     return _mm512_xor_si512(_mm512_loadu_si512(w), _mm512_set1_epi8(-128));
   }

@@ -92,31 +92,33 @@ inline const uint8_t* last_panel(const Weight& w) {
   return panel;
 }
 
-// Calls multiply(tile, panels, first tile of rows) for panels [from, to), `together` at a time,
-// with all tiles of x, `step` at a time.
+// Calls multiply(tile, rows, panels) for panels [from, to), `together` at a time or one by one, with
+// all tiles of x.
 template <class Multiply>
 void for_each_dynamic_tile(const Product& p, const DynamicRows& x, int64_t from, int64_t to,
-                           int64_t together, int64_t step, const Multiply& multiply) {
+                           int64_t together, const Multiply& multiply) {
   const int64_t full = p.w.n / kDynamicPanel, panel_bytes = kDynamicPanel * p.w.row_bytes();
-  static constexpr float kZeros[kDynamicPanel * 2] = {};
+  static constexpr float kZeros[kDynamicPanel * 4] = {};
   const auto multiply_tiles = [&](DynamicTile tile, int panels) {
     float* const y = tile.y;
-    for (int64_t i = 0; i < x.tiles; i += step) {
+    for (int64_t i = 0; i < x.tiles; ++i) {
       const int64_t begin = dynamic_tile_begin(p, x, i);
       tile.lines = x.lines + begin * x.blocks * Bytes::kLineBytes;
       tile.units = x.units + begin * x.groups;
       tile.offsets = x.offsets + begin * x.groups;
       tile.y = y + begin * tile.y_stride;
-      multiply(tile, panels, i);
+      multiply(tile, dynamic_tile_begin(p, x, i + 1) - begin, panels);
     }
   };
-  for (int64_t panel = from; panel < std::min(to, full); panel += together) {
+  const int64_t end = std::min(to, full);
+  for (int64_t panel = from, panels; panel < end; panel += panels) {
     const int64_t n = panel * kDynamicPanel;
+    panels = end - panel < together ? 1 : together;
     const DynamicTile tile{p.w.values + panel * panel_bytes, panel_bytes, p.w.scales + n,
                            p.bias ? p.bias + n : kZeros,     nullptr,     nullptr,
                            nullptr,                          x.blocks,    x.groups,
                            p.y + n,                          p.y_stride};
-    multiply_tiles(tile, int(std::min(together, std::min(to, full) - panel)));
+    multiply_tiles(tile, int(panels));
   }
   if (to <= full) return;
   const int64_t n = full * kDynamicPanel, count = p.w.n - n;

@@ -13,6 +13,7 @@ constexpr int64_t kPrefetchedBytes = 0;
 
 struct Bytes {
   static constexpr int kTileRows = 4, kPanels = 1;
+  static constexpr int kFewRows = 1, kPanelsOfFewRows = 1;
   static constexpr int64_t kLineBytes = kBlock;
   using Weights = const int8_t*;
   using Quad = const int8_t*;
@@ -24,11 +25,6 @@ struct Bytes {
     std::memcpy(line, integers, size_t(kBlock));
   }
   static Sums initial(const int32_t*) { return {}; }
-  static Sums sums_at(const int32_t* from) {
-    Sums sums;
-    std::memcpy(&sums, from, sizeof sums);
-    return sums;
-  }
   static Weights load(const uint8_t* w) { return reinterpret_cast<const int8_t*>(w); }
   static Quad quad(const char* x) { return reinterpret_cast<const int8_t*>(x); }
   static void add(Sums& sums, Weights weights, Quad four) {

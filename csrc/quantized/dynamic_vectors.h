@@ -13,7 +13,7 @@ template <int P, int T>
 void multiply_dynamic_tile(const DynamicTile& tile) {
   V totals[P][T];
   const uint8_t* w[P];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
   for (int p = 0; p < P; ++p) {
     w[p] = tile.w + p * tile.panel_bytes;
 #pragma GCC unroll 16
@@ -23,37 +23,39 @@ void multiply_dynamic_tile(const DynamicTile& tile) {
   int64_t blocks = tile.blocks;
   for (int64_t group = 0; group < tile.groups; ++group) {
     Bytes::Sums sums[P][T];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int p = 0; p < P; ++p)
 #pragma GCC unroll 16
       for (int t = 0; t < T; ++t)
         sums[p][t] = Bytes::initial(tile.offsets + t * tile.groups + group);
     for (int i = 0; i < int(kDynamicGroup / kBlock) && blocks > 0; ++i, --blocks) {
+      // After its last block, a panel is followed by the one after all P.
+      const int64_t ahead = kPrefetchedBytes + (blocks > 1 ? 0 : (P - 1) * tile.panel_bytes);
       for (int quad = 0; quad < kQuads; ++quad) {
         Bytes::Weights weights[P];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int p = 0; p < P; ++p) {
-          __builtin_prefetch(w[p] + kPrefetchedBytes, 0, 3);
+          __builtin_prefetch(w[p] + ahead, 0, 3);
           weights[p] = Bytes::load(w[p]);
           w[p] += 4 * kDynamicPanel;
         }
 #pragma GCC unroll 16
         for (int t = 0; t < T; ++t) {
           const auto four = Bytes::quad(x + t * Bytes::kLineBytes);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
           for (int p = 0; p < P; ++p) Bytes::add(sums[p][t], weights[p], four);
         }
         x += Bytes::kLineBytes / kQuads;
       }
       x += (T - 1) * Bytes::kLineBytes;
     }
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int p = 0; p < P; ++p)
 #pragma GCC unroll 16
       for (int t = 0; t < T; ++t)
         add_scaled(totals[p][t], Bytes::to_floats(sums[p][t]), tile.units[t * tile.groups + group]);
   }
-#pragma GCC unroll 2
+#pragma GCC unroll 4
   for (int p = 0; p < P; ++p)
 #pragma GCC unroll 16
     for (int t = 0; t < T; ++t)
@@ -61,7 +63,7 @@ void multiply_dynamic_tile(const DynamicTile& tile) {
                     tile.y + t * tile.y_stride + p * kDynamicPanel);
 }
 
-// The kernels for 1 … Bytes::kTileRows rows of x.
+// The kernels for P panels and 1, 2 and so on rows of x.
 template <int P, int... T>
 VLORA_INLINE auto dynamic_tiles_of(std::integer_sequence<int, T...>) {
   static constexpr void (*kTiles[])(const DynamicTile&) = {multiply_dynamic_tile<P, T + 1>...};
@@ -70,12 +72,14 @@ VLORA_INLINE auto dynamic_tiles_of(std::integer_sequence<int, T...>) {
 
 inline void run_dynamic(const Product& p, const DynamicRows& x, int64_t from, int64_t to) {
   using Rows = std::make_integer_sequence<int, Bytes::kTileRows>;
-  const auto one = dynamic_tiles_of<1>(Rows()), two = dynamic_tiles_of<Bytes::kPanels>(Rows());
-  for_each_dynamic_tile(
-      p, x, from, to, Bytes::kPanels, 1, [&](const DynamicTile& tile, int panels, int64_t i) {
-        const int64_t rows = dynamic_tile_begin(p, x, i + 1) - dynamic_tile_begin(p, x, i);
-        (panels == Bytes::kPanels ? two : one)[rows - 1](tile);
-      });
+  using FewRows = std::make_integer_sequence<int, Bytes::kFewRows>;
+  const bool few = p.rows <= Bytes::kFewRows;
+  const auto one = dynamic_tiles_of<1>(Rows()), all = dynamic_tiles_of<Bytes::kPanels>(Rows()),
+             wide = dynamic_tiles_of<Bytes::kPanelsOfFewRows>(FewRows());
+  for_each_dynamic_tile(p, x, from, to, few ? Bytes::kPanelsOfFewRows : Bytes::kPanels,
+                        [&](const DynamicTile& tile, int64_t rows, int panels) {
+                          (panels == 1 ? one : few ? wide : all)[rows - 1](tile);
+                        });
 }
 
 inline double byte_peak(int64_t rounds) {
