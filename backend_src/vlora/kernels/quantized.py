@@ -194,6 +194,19 @@ def preferred_rows(*, dynamic: bool = False) -> int:
     return TILE_PANEL_ROWS if dynamic else preferred
 
 
+def why_dynamic_is_slower(dtype: torch.dtype) -> str | None:
+    """Return why products of a dynamic format are slower on this CPU than those of int8 without
+    quantized activations; None if they are not. dtype: type of those.
+    """
+    try:
+        kernels = native.kernels()
+    except ImportError:
+        return None
+    if dtype == torch.bfloat16 and kernels.runtime.isa("bf16") == "amx":
+        return "AMX multiplies bfloat16 faster than AVX-512 VNNI multiplies bytes"
+    return None if kernels.quantized.multiplies_bytes() else "it has no AVX-512 VNNI"
+
+
 def interleave(
     bits: int,
     values: torch.Tensor,

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from tests.support.atmm_problems import BF16, compiled
 from tests.support.drawing import cases_of
 from vlora import native
+from vlora.atmm import tiles
 from vlora.backends import Backend
 from vlora.kernels import formats, quantized
 from vlora.kernels.formats import Format
@@ -28,6 +30,8 @@ from vlora.kernels.quantized import (
     preferred_rows,
     unpack,
 )
+from vlora.model.decoder_config import load_config
+from vlora.model.loader import load_weights
 
 FORMATS = [
     Format(8, None),
@@ -437,6 +441,15 @@ def test_groups_of_the_largest_integers_are_exact(backend: Backend) -> None:
         for value in (127.0, -127.0):
             product = matrix(torch.full((rows, 512), value), backend=backend)
             assert torch.equal(product, torch.full((rows, 20), -128 * value * 512))
+
+
+@compiled
+def test_the_log_says_where_quantized_activations_are_slower(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with tiles.isa("scalar"):
+        load_weights(checkpoint, load_config(checkpoint), quantization=DYNAMIC)
+    assert "'int8' would be faster on this CPU: it has no AVX-512 VNNI" in caplog.text
 
 
 @compiled
