@@ -144,8 +144,8 @@ struct Kernels {
   int64_t queries;  // maximum number of queries of one head in a piece
 };
 const Kernels& kernels(runtime::Isa isa);
-// Returns the kernels for a plan: those of a tile unit if it is in use, else of vectors. Tiles divide
-// keys into blocks by the last row of a piece, so they have no fixed order.
+// Returns the kernels for a plan: those of a tile unit if it is in use, else of vectors. Tiles
+// divide keys into blocks by the last row of a piece, so they have no fixed order.
 const Kernels& kernels_of(const Plan& plan);
 
 // Returns the number of floats of scratch that `attend` needs.

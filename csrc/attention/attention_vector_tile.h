@@ -51,8 +51,8 @@ VLORA_INLINE void prefetch_to_l2(const T* line) {
 // Computes scores of the tokens of P panels, [dim][kLanes], for M queries, over depths from …
 // until, which are even. Unless `from` is 0, the scores so far are added. kPrefetch: whether a
 // panel's bytes are prefetched from `prefetch`. later: for each panel another one, which is
-// prefetched to L2, or null. A score is one sum in the order of depths, so that its bits do not depend
-// on M and P; reading the keys takes longer.
+// prefetched to L2, or null. A score is one sum in the order of depths, so that its bits do not
+// depend on M and P; reading the keys takes longer.
 template <class T, int M, int P, bool kPrefetch>
 VLORA_INLINE void score(const float* q, const T* const* keys, int64_t from, int64_t until,
                         float* scores, const char* prefetch, const T* const* later) {

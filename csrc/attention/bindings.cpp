@@ -30,8 +30,8 @@ std::unique_ptr<attention::Plan> make_plan(const std::string& dtype, int64_t blo
   std::vector<attention::Chunk> all;
   for (const auto& [row, length, start, first_page] : chunks)
     all.push_back({row, length, start, first_page});
-  return std::make_unique<attention::Plan>(layout, heads, std::move(all), std::move(pages),
-                                           threads, fixed_order);
+  return std::make_unique<attention::Plan>(layout, heads, std::move(all), std::move(pages), threads,
+                                           fixed_order);
 }
 
 }  // namespace

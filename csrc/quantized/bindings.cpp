@@ -38,22 +38,22 @@ void bind_quantized(py::module_& m) {
   });
   m.attr("DYNAMIC_GROUP") = quantized::kDynamicGroup;
   m.def("multiplies_bytes", &quantized::multiplies_bytes);
-  m.def("multiply_dynamic", [](uintptr_t y, ptrdiff_t y_stride, uintptr_t x, ptrdiff_t x_stride,
-                               int64_t rows, uintptr_t values, uintptr_t scales, int64_t n,
-                               int64_t k, uintptr_t bias, int threads) {
-    const quantized::Product product{
-        {8, reinterpret_cast<const uint8_t*>(values), reinterpret_cast<const float*>(scales),
-         nullptr, n, k, quantized::Weight::kWholeRow, quantized::kDynamicPanel},
-        reinterpret_cast<const float*>(x),
-        rows,
-        x_stride,
-        reinterpret_cast<float*>(y),
-        y_stride,
-        reinterpret_cast<const float*>(bias)};
-    steps::perform({threads}, [product](const steps::Inputs& inputs) {
-      quantized::multiply_dynamic(product, inputs.threads);
-    });
-  });
+  m.def("multiply_dynamic",
+        [](uintptr_t y, ptrdiff_t y_stride, uintptr_t x, ptrdiff_t x_stride, int64_t rows,
+           uintptr_t values, uintptr_t scales, int64_t n, int64_t k, uintptr_t bias, int threads) {
+          const quantized::Product product{
+              {8, reinterpret_cast<const uint8_t*>(values), reinterpret_cast<const float*>(scales),
+               nullptr, n, k, quantized::Weight::kWholeRow, quantized::kDynamicPanel},
+              reinterpret_cast<const float*>(x),
+              rows,
+              x_stride,
+              reinterpret_cast<float*>(y),
+              y_stride,
+              reinterpret_cast<const float*>(bias)};
+          steps::perform({threads}, [product](const steps::Inputs& inputs) {
+            quantized::multiply_dynamic(product, inputs.threads);
+          });
+        });
   m.def("multiply_bytes", [](int64_t rounds, int threads) {
     const runtime::KernelCall call;
     return quantized::multiply_bytes(rounds, threads);

@@ -50,7 +50,8 @@ void multiply_dynamic(const Product& p, int threads) {
   const int64_t panels = ceil_div(p.w.n, kDynamicPanel),
                 share = ceil_div(panels, int64_t(threads) * 8),
                 fitting = kPieceBytes / (kDynamicPanel * std::max<int64_t>(1, p.w.row_bytes()));
-  const int64_t each = std::max<int64_t>(1, ceil_div(std::min(share, fitting), kTogether)) * kTogether;
+  const int64_t each =
+      std::max<int64_t>(1, ceil_div(std::min(share, fitting), kTogether)) * kTogether;
   in_pieces(threads, panels, each, [&](int64_t from, int64_t to) { kernels.run(p, x, from, to); });
 }
 

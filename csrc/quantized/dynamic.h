@@ -15,8 +15,8 @@
 
 namespace vlora::quantized {
 
-// A whole number of blocks. 128 products of bytes are less than 2^24, up to which fp32 is exact.
-constexpr int64_t kDynamicGroup = 128;
+// A whole number of blocks. 64 products of bytes are less than 2^24, up to which fp32 is exact.
+constexpr int64_t kDynamicGroup = 64;
 
 // Outputs in a panel of W. A panel has the first 4 values of each of its rows, then the next 4 of
 // each, and so on. Rows that fill no panel follow in order.

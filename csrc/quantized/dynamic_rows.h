@@ -92,8 +92,8 @@ inline const uint8_t* last_panel(const Weight& w) {
   return panel;
 }
 
-// Calls multiply(tile, rows, panels) for panels [from, to), `together` at a time or one by one, with
-// all tiles of x.
+// Calls multiply(tile, rows, panels) for panels [from, to), `together` at a time or one by one,
+// with all tiles of x.
 template <class Multiply>
 void for_each_dynamic_tile(const Product& p, const DynamicRows& x, int64_t from, int64_t to,
                            int64_t together, const Multiply& multiply) {
@@ -114,10 +114,17 @@ void for_each_dynamic_tile(const Product& p, const DynamicRows& x, int64_t from,
   for (int64_t panel = from, panels; panel < end; panel += panels) {
     const int64_t n = panel * kDynamicPanel;
     panels = end - panel < together ? 1 : together;
-    const DynamicTile tile{p.w.values + panel * panel_bytes, panel_bytes, p.w.scales + n,
-                           p.bias ? p.bias + n : kZeros,     nullptr,     nullptr,
-                           nullptr,                          x.blocks,    x.groups,
-                           p.y + n,                          p.y_stride};
+    const DynamicTile tile{p.w.values + panel * panel_bytes,
+                           panel_bytes,
+                           p.w.scales + n,
+                           p.bias ? p.bias + n : kZeros,
+                           nullptr,
+                           nullptr,
+                           nullptr,
+                           x.blocks,
+                           x.groups,
+                           p.y + n,
+                           p.y_stride};
     multiply_tiles(tile, int(panels));
   }
   if (to <= full) return;

@@ -28,8 +28,7 @@ struct Bytes {
   static Weights load(const uint8_t* w) { return reinterpret_cast<const int8_t*>(w); }
   static Quad quad(const char* x) { return reinterpret_cast<const int8_t*>(x); }
   static void add(Sums& sums, Weights weights, Quad four) {
-    for (int i = 0; i < 4 * kDynamicPanel; ++i)
-      sums.of[i / 4] += int32_t(weights[i]) * four[i % 4];
+    for (int i = 0; i < 4 * kDynamicPanel; ++i) sums.of[i / 4] += int32_t(weights[i]) * four[i % 4];
   }
   static V to_floats(const Sums& sums) {
     float values[kDynamicPanel];

@@ -9,7 +9,7 @@ BLOCK = 64
 # Supported numbers of adjacent values per scale, if an output has more than one scale.
 GROUPS = (32, 64, 128)
 # Number of adjacent activations per scale, if activations are quantized too.
-ACTIVATION_GROUP = 128
+ACTIVATION_GROUP = 64
 # Value that the kernels take as base-2 logarithm of the group size if a whole row is one group.
 WHOLE_ROW = 62
 
