@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -268,22 +268,23 @@ def timed_with_rates(
 ) -> tuple[dict[str, Timing], Rates]:
     """Time calls as `interleaved` does, together with the microbenchmarks of memory and cores.
 
-    dtype: type of the multiplications.
+    dtype: type of the multiplications; "int8" for products of bytes.
     multiply_rounds: iterations of the multiply loop per round.
     read_bytes: bytes read per round, from memory that should no longer be in the caches, at most
         COLD_BYTES. With 0, nothing is read.
     """
     runtime, threads = native.kernels().runtime, torch.get_num_threads()
     size = min(read_bytes, COLD_BYTES)
-    extra: dict[str, Callable[[], None]] = {
-        MULTIPLY: lambda: gpu_device.discard(runtime.multiply(dtype, multiply_rounds, threads))
-    }
+    multiply = partial(runtime.multiply, dtype, multiply_rounds, threads)
+    if dtype == "int8":
+        multiply = partial(native.kernels().quantized.multiply_bytes, multiply_rounds, threads)
+    extra: dict[str, Callable[[], None]] = {MULTIPLY: lambda: gpu_device.discard(multiply())}
     if read_bytes:
         start = _cold_memory().data_ptr()
         addresses = itertools.cycle(range(start, start + 2 * COLD_BYTES - size + 1, size))
         extra[READ] = lambda: runtime.read(next(addresses), size, threads)
     timings = interleaved({**calls, **extra}, **options)
-    flops = float(runtime.multiply(dtype, multiply_rounds, threads))
+    flops = float(multiply())
     peaks = tuple(flops / seconds for seconds in timings.pop(MULTIPLY).samples)
     reads = tuple(size / s for s in timings.pop(READ).samples) if read_bytes else ()
     return timings, Rates(reads, peaks)

@@ -1,6 +1,7 @@
 """The quantized benchmark: products with int8 and int4 weights against their roofline.
 
-The weights come from memory. Types whose names end with "bf16" multiply in bf16. Each time is that
+The weights come from memory. Types whose names end with "bf16" multiply in bf16. int8-dynamic
+multiplies bytes, and its roofline has the peak of a loop of such products. Each time is that
 of the fastest round, which was not interrupted: it is shorter than a time slice of the system.
 """
 
@@ -33,7 +34,7 @@ class Quantized(ThreadedBenchmark):
     name = "quantized"
     bars: ClassVar = {
         f"{kind}_{rows}": "≥ 0.65" for kind in ("int8", "int4-32") for rows in SUMMARY_ROWS
-    }
+    } | {"int8_prefill_vs_float": "≥ 2.5", "int8_prefill_vs_peak": "≥ 0.6"}
 
     shown: ClassVar = {"products": "rows type us limit_us share_of_limit noise"}
 
@@ -53,11 +54,11 @@ class Quantized(ThreadedBenchmark):
         x, out = torch.randn(cell, depth), torch.empty(cell, width)
         rounds, budget = (3, 0.05) if self.quick else (25, 2.0)
         options = {"rounds": rounds, "warm": False, "lead": True, "budget": budget}
-        for peak_type in ("fp32", "bf16"):
+        for peak_type in ("fp32", "bf16", "int8"):
             chosen = {
                 kind: _next_product(matrices, x, out)
                 for kind, matrices in self._weights.items()
-                if ("bf16" in kind) == (peak_type == "bf16")
+                if _peak_type(kind) == peak_type
             }
             timings, rates = timed_with_rates(
                 chosen, peak_type, MULTIPLY_ROUNDS, READ_BYTES, **options
@@ -71,11 +72,20 @@ class Quantized(ThreadedBenchmark):
                 yield {"rows": cell, "type": kind, "share_of_limit": limit / seconds, **figures}
 
     def summarize(self) -> dict[str, Any]:
-        return {
+        summary = {
             f"{row['type']}_{row['rows']}": row["share_of_limit"]
             for row in self.rows
             if row["rows"] in SUMMARY_ROWS and str(row["type"]).startswith("int")
         }
+        prefill = max(row["rows"] for row in self.rows)
+        rows = {row["type"]: row for row in self.rows if row["rows"] == prefill}
+        dynamic, floats = rows["int8-dynamic"], (rows["fp32"], rows["bf16"])
+        ratio = min(row["us"] for row in floats) / dynamic["us"]
+        figures = {
+            "int8_prefill_vs_float": ratio,
+            "int8_prefill_vs_peak": dynamic["share_of_limit"],
+        }
+        return summary | figures
 
 
 def matrix_bytes(kind: str, width: int, depth: int) -> int:
@@ -84,11 +94,17 @@ def matrix_bytes(kind: str, width: int, depth: int) -> int:
     return form.matrix_bytes(width, depth) if form else width * depth * DTYPES[kind].itemsize
 
 
+def _peak_type(kind: str) -> str:
+    if kind == "int8-dynamic":
+        return "int8"
+    return "bf16" if "bf16" in kind else "fp32"
+
+
 def _format(kind: str) -> Format | None:
     """Return the format of the weights of a quantized type, or None for fp32 and bf16."""
     name = kind.removesuffix(" bf16")
-    if name == "int8":
-        return Format(8, None)
+    if name.startswith("int8"):
+        return Format(8, None, dynamic=name == "int8-dynamic")
     return Format(4, int(name[5:]), zeros=True) if name.startswith("int4-") else None
 
 

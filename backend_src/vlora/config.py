@@ -33,7 +33,7 @@ POLICIES: dict[str, str] = {
 }
 
 MERGING = ("out_of_place", "in_place", "off")
-QUANTIZATIONS = ("int8", "int4")
+QUANTIZATIONS = ("int8", "int8-dynamic", "int4")
 QUANTIZATION_GROUPS = (32, 64, 128)
 IntOrAuto = int | Literal["auto"]
 

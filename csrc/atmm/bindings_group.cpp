@@ -155,6 +155,9 @@ class Group {
     publish(slot, std::vector<Pair>(outputs_.size(), Pair{0, nullptr, nullptr}), nullptr);
   }
 
+  // From now on, the sums of a row do not depend on the other rows of a call.
+  void fix_order() { fixed_order_ = true; }
+
   // x and y are fp32 if `fp32`. Otherwise they have the type of the matrices.
   void apply(uintptr_t y, int64_t y_stride, uintptr_t x, int64_t x_stride, int64_t rows, bool fp32,
              const SegmentList& segments, int64_t config, int threads) const {
@@ -164,7 +167,7 @@ class Group {
       const std::shared_ptr<const Snapshot> current = snapshot();
       const Problem p = problem(*current, y, y_stride, x, x_stride, rows, *inputs.segments,
                                 fp32 ? Dtype::kFp32 : dtype_);
-      const TileChooser chooser(Operation::kApply, config);
+      const TileChooser chooser(Operation::kApply, config, fixed_order_);
       atmm::apply(current_kernels(dtype_), p, *inputs.segments, chooser, inputs.threads);
     });
   }
@@ -261,6 +264,7 @@ class Group {
   const Dtype dtype_;
   const int bundle_;  // fixed, although later calls may use another instruction set
   std::vector<Output> outputs_;
+  bool fixed_order_ = false;
   mutable std::mutex mutex_;
   std::shared_ptr<const Snapshot> snapshot_ = std::make_shared<Snapshot>();
 };
@@ -285,6 +289,7 @@ void bind_group(py::module_& m) {
            py::arg("into") = py::none())
       .def("set_head", &Group::set_head)
       .def("clear_slot", &Group::clear_slot)
+      .def("fix_order", &Group::fix_order)
       .def("apply", &Group::apply)
       .def("add", &Group::add)
       .def("heads", &Group::heads);

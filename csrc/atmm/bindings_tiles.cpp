@@ -105,7 +105,8 @@ Shape shape_of(const std::string& operation, const std::string& dtype, int64_t r
 
 const Kernels& current_kernels(Dtype dtype) { return kernels(runtime::isa(dtype)); }
 
-TileChooser::TileChooser(Operation operation, int64_t config) {
+TileChooser::TileChooser(Operation operation, int64_t config, bool fixed_order)
+    : fixed_order_(fixed_order || state().fixed_order) {
   const auto& all = configurations(operation);
   if (config >= int64_t(all.size()))
     throw std::invalid_argument("there is no configuration " + std::to_string(config) +
@@ -116,7 +117,7 @@ TileChooser::TileChooser(Operation operation, int64_t config) {
 TileConfig TileChooser::choose(const Shape& shape) const {
   State& s = state();
   if (explicit_) return *explicit_;
-  if (s.fixed_order && shape.operation == Operation::kApply) {
+  if (fixed_order_ && shape.operation == Operation::kApply) {
     const TileConfig* pinned = s.pinned;
     return pinned ? *pinned : built_in({shape.operation, shape.dtype, 64, 0, 0, 64, 1});
   }
@@ -132,7 +133,7 @@ TileConfig TileChooser::choose(const Shape& shape) const {
   return built_in(shape);
 }
 
-bool TileChooser::fixed_order() const { return state().fixed_order; }
+bool TileChooser::fixed_order() const { return fixed_order_; }
 
 void bind_tiles(py::module_& m) {
   m.def("bundle", [](const std::string& dtype) { return current_kernels(dtype_of(dtype)).bundle; });

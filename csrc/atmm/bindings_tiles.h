@@ -18,14 +18,15 @@ const Kernels& current_kernels(Dtype dtype);
 class TileChooser : public Chooser {
  public:
   // config: index into configurations(operation), or -1. Throws std::invalid_argument if it is too
-  // large.
-  TileChooser(Operation operation, int64_t config);
+  // large. fixed_order: choose as if a tile were pinned, so that the order of sums is.
+  TileChooser(Operation operation, int64_t config, bool fixed_order = false);
 
   TileConfig choose(const Shape& shape) const override;
   bool fixed_order() const override;
 
  private:
   const TileConfig* explicit_ = nullptr;
+  bool fixed_order_;
 };
 
 void bind_tiles(pybind11::module_& m);

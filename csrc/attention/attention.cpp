@@ -27,8 +27,9 @@ int64_t panels_to(const Layout& layout, int64_t position) {
 
 }  // namespace
 
-Plan::Plan(const Layout& l, int64_t h, std::vector<Chunk> c, std::vector<int32_t> p, int threads)
-    : layout(l), heads(h), chunks(std::move(c)), pages(std::move(p)) {
+Plan::Plan(const Layout& l, int64_t h, std::vector<Chunk> c, std::vector<int32_t> p, int threads,
+           bool fixed)
+    : layout(l), heads(h), chunks(std::move(c)), pages(std::move(p)), fixed_order(fixed) {
   if (layout.kv_heads < 1 || heads < 1 || heads % layout.kv_heads)
     throw std::invalid_argument(std::to_string(heads) + " heads of queries do not divide into " +
                                 std::to_string(layout.kv_heads) + " heads of keys and values");
@@ -55,7 +56,7 @@ Plan::Plan(const Layout& l, int64_t h, std::vector<Chunk> c, std::vector<int32_t
     add_pieces(i, group, threads);
     if (chunk.length > 1) add_written(i);
   }
-  if (threads > 1) {
+  if (threads > 1 && !fixed_order) {
     double work = 0;
     for (const Piece& piece : pieces_) work += piece.cost;
     split(work / double(threads * kPiecesPerThread), threads);
@@ -66,7 +67,7 @@ Plan::Plan(const Layout& l, int64_t h, std::vector<Chunk> c, std::vector<int32_t
 void Plan::add_pieces(size_t index, int64_t group, int threads) {
   const Chunk& chunk = chunks[index];
   // Pieces get as many rows as allowed, if that leaves enough pieces.
-  const int64_t tall = kernels_of(layout.dtype).queries;
+  const int64_t tall = kernels_of(*this).queries;
   const bool enough =
       layout.kv_heads * ceil_div(chunk.length * group, tall) >= threads * kPiecesPerThread;
   const int64_t piece_rows = std::max<int64_t>(1, (enough ? tall : kMaxQueries) / group);
@@ -81,7 +82,9 @@ void Plan::add_pieces(size_t index, int64_t group, int threads) {
     piece.panels = panels_to(layout, chunk.start + row + piece.rows - 1);
     // A piece takes as many heads as fit. All pieces have the same number.
     const int64_t queries = piece.rows * group;
-    const int64_t max_heads = std::clamp<int64_t>(kMaxQueries / queries, 1, layout.kv_heads);
+    int64_t max_heads = std::clamp<int64_t>(kMaxQueries / queries, 1, layout.kv_heads);
+    // Parts of keys would share the work of few rows better, but their sums depend on the plan.
+    if (fixed_order) max_heads = std::min(max_heads, ceil_div(layout.kv_heads, int64_t(threads)));
     const int64_t each = ceil_div(layout.kv_heads, ceil_div(layout.kv_heads, max_heads));
     for (int64_t head = 0; head < layout.kv_heads; head += each) {
       piece.kv_head = int32_t(head);
@@ -143,9 +146,11 @@ void Plan::sort() {
   });
 }
 
-const Kernels& kernels_of(Dtype dtype) {
+const Kernels& kernels_of(const Plan& plan) {
+  const Dtype dtype = plan.layout.dtype;
   const Kernels& best = kernels(runtime::isa(dtype));
-  return best.attend[int(dtype)] ? best : kernels(runtime::vector_isa(dtype));
+  const bool tiles = best.attend[int(dtype)] && !plan.fixed_order;
+  return tiles ? best : kernels(runtime::vector_isa(dtype));
 }
 
 int64_t scratch_floats(const Plan& plan) {

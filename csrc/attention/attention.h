@@ -89,8 +89,10 @@ struct Written {
 class Plan {
  public:
   // Throws std::invalid_argument for chunks that do not fit the pages.
+  // fixed_order: let the bits of a row depend on its position and its sequence only, and not on the
+  // chunks, the other rows or the threads. It is slower for long contexts and with tiles.
   Plan(const Layout& layout, int64_t heads, std::vector<Chunk> chunks, std::vector<int32_t> pages,
-       int threads);
+       int threads, bool fixed_order = false);
 
   int64_t rows() const { return rows_; }
   int64_t partials() const { return partials_; }
@@ -105,6 +107,7 @@ class Plan {
   const int64_t heads;  // of queries
   const std::vector<Chunk> chunks;
   const std::vector<int32_t> pages;
+  const bool fixed_order;
 
  private:
   void add_pieces(size_t chunk, int64_t group, int threads);
@@ -141,8 +144,9 @@ struct Kernels {
   int64_t queries;  // maximum number of queries of one head in a piece
 };
 const Kernels& kernels(runtime::Isa isa);
-// Returns the kernels for pages of a type: those of a tile unit if it is in use, else of vectors.
-const Kernels& kernels_of(Dtype dtype);
+// Returns the kernels for a plan: those of a tile unit if it is in use, else of vectors. Tiles
+// divide keys into blocks by the last row of a piece, so they have no fixed order.
+const Kernels& kernels_of(const Plan& plan);
 
 // Returns the number of floats of scratch that `attend` needs.
 int64_t scratch_floats(const Plan& plan);

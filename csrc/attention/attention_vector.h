@@ -62,8 +62,10 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
   // and a panel far enough ahead is prefetched.
   const int64_t streams =
       heads > 1 && per_head <= (kFullLines ? 4 : int64_t(sizeof(T))) ? kStreams : 1;
+  // Values in rotation would be added in another order than those of tall tiles.
+  const bool interleaves = streams > 1 && !plan.fixed_order;
   const int64_t key_run = heads > 1 ? streams : kFullLines ? at_once(int(tile)) : 1;
-  const int64_t value_run = heads > 1 ? streams : kBlockPanels;
+  const int64_t value_run = heads == 1 ? kBlockPanels : interleaves ? streams : 1;
   const int64_t ahead =
       panel_bytes * kMaxAhead <= kAheadBytes ? kMaxAhead : ceil_div(kAheadBytes, panel_bytes);
   // Panels that are read in rotation are prefetched for a later head, because all heads of a page
@@ -173,7 +175,7 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
             const int64_t rows = left < tile ? left : tile;
             const float* const weights = scores + i * kScoreStride + first * kLanes;
             const T* const* const from = panels + (first - j);
-            if (streams > 1) {
+            if (interleaves) {
               add_values_of_queries<T, kStreamQueries, true>(
                   rows, weights, from, k - first, each, padded, out + i * padded, nullptr,
                   prefetches ? later + (first - j) : nullptr);

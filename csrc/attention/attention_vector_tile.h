@@ -51,30 +51,24 @@ VLORA_INLINE void prefetch_to_l2(const T* line) {
 // Computes scores of the tokens of P panels, [dim][kLanes], for M queries, over depths from …
 // until, which are even. Unless `from` is 0, the scores so far are added. kPrefetch: whether a
 // panel's bytes are prefetched from `prefetch`. later: for each panel another one, which is
-// prefetched to L2, or null. A small tile keeps several partial sums of each score, since an
-// addition waits for the one before it.
+// prefetched to L2, or null. A score is one sum in the order of depths, so that its bits do not
+// depend on M and P; reading the keys takes longer.
 template <class T, int M, int P, bool kPrefetch>
 VLORA_INLINE void score(const float* q, const T* const* keys, int64_t from, int64_t until,
                         float* scores, const char* prefetch, const T* const* later) {
-  constexpr int kSums = M * P == 1 ? 4 : M * P <= (kFullLines ? 6 : 3) ? 2 : 1;
-  R acc[kSums][P][M][kRegisters];
+  R acc[P][M][kRegisters];
 #pragma GCC unroll 4
-  for (int k = 0; k < kSums; ++k)
-#pragma GCC unroll 4
-    for (int p = 0; p < P; ++p)
+  for (int p = 0; p < P; ++p)
 #pragma GCC unroll 12
-      for (int m = 0; m < M; ++m)
+    for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
-        for (int n = 0; n < kRegisters; ++n)
-          acc[k][p][m][n] = k > 0 || from == 0
-                                ? R::zero()
-                                : R::load(scores + m * kScoreStride + p * kLanes + n * R::kWidth);
+      for (int n = 0; n < kRegisters; ++n)
+        acc[p][m][n] =
+            from == 0 ? R::zero() : R::load(scores + m * kScoreStride + p * kLanes + n * R::kWidth);
   const T* panels[P];
 #pragma GCC unroll 4
   for (int p = 0; p < P; ++p) panels[p] = keys[p];
-  // Number of depths per iteration, which are full cache lines.
-  constexpr int kSteps = kSums > 1 ? kSums : 2;
-  const auto add = [&](int k, int64_t d, int second) __attribute__((always_inline)) {
+  const auto add = [&](int64_t d, int second) __attribute__((always_inline)) {
     R b[P][kRegisters];
 #pragma GCC unroll 4
     for (int p = 0; p < P; ++p) load(panels[p] + d * kLanes, kLanes, second, b[p]);
@@ -84,38 +78,29 @@ VLORA_INLINE void score(const float* q, const T* const* keys, int64_t from, int6
 #pragma GCC unroll 4
       for (int p = 0; p < P; ++p)
 #pragma GCC unroll 4
-        for (int n = 0; n < kRegisters; ++n) acc[k][p][m][n].add_product(s, b[p][n]);
+        for (int n = 0; n < kRegisters; ++n) acc[p][m][n].add_product(s, b[p][n]);
     }
   };
-  int64_t d = from;
-  for (; d + kSteps <= until; d += kSteps) {
+  for (int64_t d = from; d < until; d += 2) {
     constexpr ptrdiff_t kRow = kLanes * sizeof(T);
-#pragma GCC unroll 4
-    for (int k = 0; k < kSteps; ++k) {
+#pragma GCC unroll 2
+    for (int k = 0; k < 2; ++k) {
       if constexpr (kPrefetch)
         if (k * kRow % 64 == 0) __builtin_prefetch(prefetch + (d + k) * kRow);
       if (later && k * kRow % 64 == 0) {
 #pragma GCC unroll 4
         for (int p = 0; p < P; ++p) prefetch_to_l2(later[p] + (d + k) * kLanes);
       }
-      add(k % kSums, d + k / 2 * 2, k % 2);
+      add(d, k);
     }
-  }
-  for (; d < until; d += 2) {
-    add(0, d, 0);
-    add(0, d, 1);
   }
 #pragma GCC unroll 4
   for (int p = 0; p < P; ++p)
 #pragma GCC unroll 12
     for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
-      for (int n = 0; n < kRegisters; ++n) {
-        R sum = acc[0][p][m][n];
-#pragma GCC unroll 4
-        for (int k = 1; k < kSums; ++k) sum = sum + acc[k][p][m][n];
-        sum.store(scores + m * kScoreStride + p * kLanes + n * R::kWidth);
-      }
+      for (int n = 0; n < kRegisters; ++n)
+        acc[p][m][n].store(scores + m * kScoreStride + p * kLanes + n * R::kWidth);
 }
 
 // Computes scores for at most P panels.

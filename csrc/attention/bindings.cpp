@@ -24,13 +24,14 @@ std::unique_ptr<attention::Plan> make_plan(const std::string& dtype, int64_t blo
                                            int64_t kv_heads, int64_t dim, int64_t page,
                                            int64_t page_count,
                                            const std::vector<ChunkFields>& chunks,
-                                           std::vector<int32_t> pages, int threads) {
+                                           std::vector<int32_t> pages, int threads,
+                                           bool fixed_order) {
   const attention::Layout layout{dtype_of(dtype), block, kv_heads, dim, page, page_count};
   std::vector<attention::Chunk> all;
   for (const auto& [row, length, start, first_page] : chunks)
     all.push_back({row, length, start, first_page});
-  return std::make_unique<attention::Plan>(layout, heads, std::move(all), std::move(pages),
-                                           threads);
+  return std::make_unique<attention::Plan>(layout, heads, std::move(all), std::move(pages), threads,
+                                           fixed_order);
 }
 
 }  // namespace
@@ -55,7 +56,7 @@ void bind_attention(py::module_& m) {
                                            inputs.cosines,
                                            inputs.sines,
                                            scale};
-          attention::attend(attention::kernels_of(plan.layout.dtype), problem, inputs.threads);
+          attention::attend(attention::kernels_of(plan), problem, inputs.threads);
         });
       });
 }

@@ -2,6 +2,7 @@
 // vlora/kernels/quantized.py has checked.
 #include <pybind11/pybind11.h>
 
+#include "quantized/dynamic.h"
 #include "quantized/quantize.h"
 #include "quantized/quantized.h"
 #include "runtime/kernel_call.h"
@@ -35,6 +36,28 @@ void bind_quantized(py::module_& m) {
       quantized::multiply(product, dtype, inputs.threads);
     });
   });
+  m.attr("DYNAMIC_GROUP") = quantized::kDynamicGroup;
+  m.def("multiplies_bytes", &quantized::multiplies_bytes);
+  m.def("multiply_dynamic",
+        [](uintptr_t y, ptrdiff_t y_stride, uintptr_t x, ptrdiff_t x_stride, int64_t rows,
+           uintptr_t values, uintptr_t scales, int64_t n, int64_t k, uintptr_t bias, int threads) {
+          const quantized::Product product{
+              {8, reinterpret_cast<const uint8_t*>(values), reinterpret_cast<const float*>(scales),
+               nullptr, n, k, quantized::Weight::kWholeRow, quantized::kDynamicPanel},
+              reinterpret_cast<const float*>(x),
+              rows,
+              x_stride,
+              reinterpret_cast<float*>(y),
+              y_stride,
+              reinterpret_cast<const float*>(bias)};
+          steps::perform({threads}, [product](const steps::Inputs& inputs) {
+            quantized::multiply_dynamic(product, inputs.threads);
+          });
+        });
+  m.def("multiply_bytes", [](int64_t rounds, int threads) {
+    const runtime::KernelCall call;
+    return quantized::multiply_bytes(rounds, threads);
+  });
   m.def("quantize",
         [](uintptr_t weights, bool bf16, ptrdiff_t stride, int bits, uintptr_t values,
            uintptr_t scales, uintptr_t zeros, int64_t n, int64_t k, int group_shift, int threads) {
@@ -51,11 +74,11 @@ void bind_quantized(py::module_& m) {
           const runtime::KernelCall call;
           return quantized::quantize(quantization, threads);
         });
-  m.def("interleave", [](uintptr_t values, uintptr_t scales, uintptr_t zeros, int64_t n,
+  m.def("interleave", [](int bits, uintptr_t values, uintptr_t scales, uintptr_t zeros, int64_t n,
                          int64_t row_bytes, int64_t groups, int64_t panel_rows, int threads) {
     const runtime::KernelCall call;
-    quantized::interleave(reinterpret_cast<uint8_t*>(values), reinterpret_cast<float*>(scales),
-                          reinterpret_cast<int8_t*>(zeros), n, row_bytes, groups, panel_rows,
-                          threads);
+    quantized::interleave(bits, reinterpret_cast<uint8_t*>(values),
+                          reinterpret_cast<float*>(scales), reinterpret_cast<int8_t*>(zeros), n,
+                          row_bytes, groups, panel_rows, threads);
   });
 }

@@ -19,6 +19,28 @@ DIGITS_BODY = """\
 DigitGemms digit_gemms() { return {{digit_gemm_of<4>(), digit_gemm_of<2>()}, fewest_digits}; }
 """
 
+SOURCES = ("quantized", "quantize", "dynamic")
+
+VNNI = Isa(
+    "avx512_vnni", "kAvx512", kernels.AVX512.registers, (*kernels.AVX512.flags, "-mavx512vnni"), ()
+)
+"""AVX-512 with products of bytes. The kernels of other products need no set between AVX512 and
+AVX512_BF16."""
+DYNAMIC = {VNNI: "avx512", kernels.AVX2: "avx2", kernels.SCALAR: "scalar"}
+"""Instruction sets whose vectors multiply bytes, with the name of their header."""
+
+
+def dynamic_units(build: Path) -> list[Unit]:
+    """Return the units of the kernels that quantize x, and their table."""
+    units = []
+    for isa, name in DYNAMIC.items():
+        headers = (f"quantized/dynamic_{name}.h", "quantized/dynamic_vectors.h")
+        source = "DynamicKernels dynamic_kernels() { return dynamic_kernels_of_vectors(); }\n"
+        units.append(kernels.unit(build, "quantized", "dynamic", isa, headers, source))
+    names = ("DynamicKernels", "dynamic_kernels")
+    header = "quantized/dynamic.h"
+    return [*units, kernels.pointer_table(build, "quantized", header, *names, tuple(DYNAMIC))]
+
 
 def body(isa: Isa) -> str:
     """Return the source of the function that returns an instruction set's table of kernels."""
@@ -36,7 +58,7 @@ def body(isa: Isa) -> str:
 
 def units(build: Path) -> list[Unit]:
     """Return all units, writing generated ones into `build`."""
-    all_units = [Unit(CSRC / "quantized" / f"{name}.cpp") for name in ("quantized", "quantize")]
+    all_units = [Unit(CSRC / "quantized" / f"{name}.cpp") for name in SOURCES]
     for isa in ISAS:
         unpack = isa.registers.replace("runtime/register_", "quantized/unpack_")
         headers = (unpack, "quantized/gemv_quantized.h", "quantized/quantize_rows.h")
@@ -70,4 +92,4 @@ def units(build: Path) -> list[Unit]:
         kernels.pointer_table(build, "quantized", header, "PanelDigits", "panel_digits", (vnni,)),
         kernels.pointer_table(build, "quantized", header, "DigitGemv", "digit_gemv", (vnni,)),
     ]
-    return [*all_units, *tables]
+    return [*all_units, *tables, *dynamic_units(build)]

@@ -77,8 +77,8 @@ int64_t quantize(const Quantization& q, int threads) {
   return first_bad < q.n ? first_bad.load() : -1;
 }
 
-void interleave(uint8_t* values, float* scales, int8_t* zeros, int64_t n, int64_t row_bytes,
-                int64_t groups, int64_t panel_rows, int threads) {
+void interleave(int bits, uint8_t* values, float* scales, int8_t* zeros, int64_t n,
+                int64_t row_bytes, int64_t groups, int64_t panel_rows, int threads) {
   const int64_t panels = n / panel_rows, panel_bytes = panel_rows * row_bytes;
   if (panels <= 0 || row_bytes <= 0) return;
   const int64_t each = std::max<int64_t>(1, kPiecePanelBytes / panel_bytes);
@@ -87,9 +87,12 @@ void interleave(uint8_t* values, float* scales, int8_t* zeros, int64_t n, int64_
     float* const copy = scratch.get(std::max(panel_bytes / 4, panel_rows * groups));
     for (int64_t i = piece * each; i < std::min(panels, (piece + 1) * each); ++i) {
       uint8_t* const panel = values + i * panel_bytes;
-      auto* const halves = reinterpret_cast<uint8_t*>(copy);
-      copy_halves(panel, panel_bytes, halves);
-      if (panel_rows == kTilePanelRows) pair_values(halves, panel_bytes);
+      auto* const ordered = reinterpret_cast<uint8_t*>(copy);
+      if (bits == 8)
+        std::memcpy(ordered, panel, size_t(panel_bytes));
+      else
+        copy_halves(panel, panel_bytes, ordered);
+      if (bits == 4 && panel_rows == kTilePanelRows) pair_values(ordered, panel_bytes);
       interleave_rows(reinterpret_cast<const uint32_t*>(copy), panel_rows, row_bytes / 4,
                       reinterpret_cast<uint32_t*>(panel));
       interleave_in_place(scales + i * panel_rows * groups, panel_rows, groups, copy);

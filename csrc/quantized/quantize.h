@@ -37,9 +37,9 @@ constexpr int kRefits = 2;
 // large to be quantized, or -1. The result is then undefined.
 int64_t quantize(const Quantization& quantization, int threads);
 
-// Rearranges an int4 matrix in rows into panels, in place (see Weight). row_bytes, groups: of a
-// row. zeros: or null. panel_rows: kPanelRows or kTilePanelRows.
-void interleave(uint8_t* values, float* scales, int8_t* zeros, int64_t n, int64_t row_bytes,
-                int64_t groups, int64_t panel_rows, int threads);
+// Rearranges a matrix in rows into panels, in place (see Weight, and dynamic.h for int8).
+// row_bytes, groups: of a row. zeros: or null. panel_rows: kPanelRows, or kTilePanelRows.
+void interleave(int bits, uint8_t* values, float* scales, int8_t* zeros, int64_t n,
+                int64_t row_bytes, int64_t groups, int64_t panel_rows, int threads);
 
 }  // namespace vlora::quantized

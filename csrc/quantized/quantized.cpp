@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "quantized/pieces.h"
 #include "runtime/machine.h"
 #include "runtime/scratch.h"
 #include "runtime/threads.h"
@@ -38,34 +39,12 @@ constexpr int64_t kSharedBytes = 8 << 20;
 // A tile unit multiplies W in panels by parts of x. A part has at most this many rows, by type of
 // the product. Enough of its depth then fits into L2, and W is converted only once for many rows.
 constexpr int64_t kMaxPartRows[kDtypes] = {128, 256};
-// From this many rows on, the threads share the packing of x for a tile unit.
-constexpr int64_t kMinSharedPackRows = 64;
 // Up to this many rows of x, W in panels is multiplied with digits by vectors: with any number of
 // digits, and with fewer than kMaxDigits.
 constexpr int64_t kMaxRowsOfAllDigits = 16, kMaxPanelDigitRows = 32;
 // From this many rows of x on, a tile unit multiplies weights in panels in bf16 faster if they are
 // rounded to bf16.
 constexpr int64_t kMinRoundedRows = 49;
-
-// Calls work(from, to) for pieces of [0, count) on all threads. If the threads take numbers in
-// turn, the pieces of each thread are adjacent, so that it reads contiguous memory.
-template <class Work>
-void in_pieces(int threads, int64_t count, int64_t each, const Work& work) {
-  const int64_t pieces = std::max<int64_t>(1, ceil_div(count, each));
-  const int64_t used = std::min<int64_t>(threads, pieces);
-  runtime::share_out(int(used), pieces, [&](int64_t taken) {
-    const int64_t thread = taken % used, longer = pieces % used;
-    const int64_t piece = thread * (pieces / used) + std::min(thread, longer) + taken / used;
-    work(piece * each, std::min(count, (piece + 1) * each));
-  });
-}
-
-// Calls pack(from, until) for all `parts` of x, which has `rows` rows.
-template <class Pack>
-void pack_parts(int64_t rows, int64_t parts, int threads, const Pack& pack) {
-  if (rows < kMinSharedPackRows) return pack(0, parts);
-  runtime::share_out(threads, parts, [&](int64_t i) { pack(i, i + 1); });
-}
 
 // Returns the product with rows [from, to) of W, which are at `w`, as a gemm takes it.
 gemm::Product with_matrix(const Product& p, Dtype dtype, const void* w, int64_t from, int64_t to) {

@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_perplexity_of_each_type_is_near_that_of_transformers(folder: Path) -> None:
     texts = measure.texts_of(folder, 2, 256)
     expected = measure.stock(folder, texts)
-    allowed = {"float32": 1.0001, "int8": 1.01, "int4": 1.5}
+    allowed = {"float32": 1.0001, "int8": 1.01, "int8-dynamic": 1.02, "int4": 1.5}
     for name, factor in allowed.items():
         options: dict[str, Any] = {"dtype": "float32"}
         options |= {} if name == "float32" else {"quantization": name}

@@ -83,6 +83,7 @@ def check_repetitions(compute: Callable[[], tuple[list[torch.Tensor], int]]) -> 
         {"merging": "in_place"},
         {"dtype": "bfloat16"},
         {"quantization": "int8"},
+        {"quantization": "int8-dynamic"},
         {"quantization": "int4", "dtype": "bfloat16"},
     ],
     ids=str,

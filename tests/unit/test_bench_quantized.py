@@ -19,5 +19,5 @@ def test_the_bytes_of_each_type_follow_from_its_format() -> None:
 def test_the_quick_benchmark_measures_each_type_at_each_number_of_rows() -> None:
     result = CliRunner().invoke(command_line("quantized"), ["--quick", "--threads", "1"])
     assert result.exit_code in (0, 1), result.output
-    for text in ("int4-32", "int8 bf16"):
+    for text in ("int4-32", "int8 bf16", "int8_prefill_vs_float", "int8_prefill_vs_peak"):
         assert text in result.output

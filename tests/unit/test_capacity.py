@@ -88,7 +88,12 @@ def test_the_planned_weights_equal_the_loaded_ones(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "form", [Format(8, None), Format(4, 32, zeros=True), Format(4, 128, zeros=True)]
+    "form",
+    [
+        Format(8, None),
+        Format(8, None, dynamic=True),
+        *(Format(4, n, zeros=True) for n in (32, 128)),
+    ],
 )
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_the_planned_quantized_weights_equal_the_loaded_ones(

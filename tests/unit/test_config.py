@@ -210,10 +210,11 @@ def test_engine_and_encoder_share_a_gpus_memory() -> None:
 
 def test_quantization_is_read_and_rules_out_merging_in_place() -> None:
     for value in (8, "INT8", "none", ["int8"]):
-        unknown = f'\'quantization\' = {json.dumps(value)} is unknown; it must be "int8" or "int4"'
+        unknown = f"'quantization' = {json.dumps(value)} is unknown; it must be "
+        unknown += '"int8", "int8-dynamic" or "int4"'
         with pytest.raises(InvalidArgument, match=re.escape(unknown)):
             parse(quantization=value)
-    for quantization in (None, "int8"):
+    for quantization in (None, "int8", "int8-dynamic"):
         with pytest.raises(InvalidArgument, match="'quantization_group_size' = 64 has an effect"):
             parse(quantization=quantization, quantization_group_size=64)
     options = parse(quantization="int4", quantization_group_size=64, merging="off")

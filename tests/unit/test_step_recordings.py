@@ -97,7 +97,7 @@ def test_a_repetition_that_fails_does_not_affect_the_calls_after_it() -> None:
     group = LoraGroup.of(64, [LoraPair(torch.randn(4, 64), torch.randn(32, 4))])
     x, y = torch.randn(2, 64), torch.zeros(2, 32)
     core = native.kernels()
-    plan = core.attention.Plan("fp32", 16, 1, 1, 16, 0, 1, [], [], 1)
+    plan = core.attention.Plan("fp32", 16, 1, 1, 16, 0, 1, [], [], 1, False)
     recording = core.steps.Recording()
     recording.begin()
     op.apply(y, x, Segments([Segment(0, 2, 0)]), group, backend="cpu")

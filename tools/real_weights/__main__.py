@@ -23,8 +23,8 @@ import typer
 from tools.real_weights import checkpoint, measure
 from vlora.cli.common import Command, Group
 
-FOUR_TYPES = measure.TYPES[:4]
-"""float32, bfloat16, int8, and int4 in groups of 32."""
+SERVED_TYPES = measure.TYPES[:5]
+"""float32, bfloat16, int8, int8-dynamic, and int4 in groups of 32."""
 
 app = typer.Typer(cls=Group, add_completion=False)
 Windows = Annotated[int, typer.Option(min=1, help="Number of texts.")]
@@ -76,7 +76,7 @@ def accuracy(folder: Path, scenes: Scenes = 60) -> None:
     asked = measure.held_out(folder, scenes)
     longest = max(len(one.tokens) for one in asked)
     _print({"constant answers": True} | measure.constant_accuracies(asked))
-    for options in FOUR_TYPES:
+    for options in SERVED_TYPES:
         decoder = measure.Measured(folder, options, longest)
         _print(options | measure.accuracies(decoder, asked))
 
@@ -92,7 +92,7 @@ def merging(folder: Path, windows: Windows = 4, length: Length = 256, scenes: Sc
     texts = measure.texts_of(folder, windows, length)
     asked = measure.held_out(folder, scenes)
     longest = max(length, *(len(one.tokens) for one in asked))
-    for options in FOUR_TYPES[:2]:
+    for options in SERVED_TYPES[:2]:
         decoder = measure.Measured(folder, options, longest, adapted=True)
         _print(options | measure.merging_errors(decoder, texts, asked))
 

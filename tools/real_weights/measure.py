@@ -38,6 +38,7 @@ TYPES: tuple[dict[str, Any], ...] = (
     {"dtype": "float32"},
     {"dtype": "bfloat16"},
     {"dtype": "float32", "quantization": "int8"},
+    {"dtype": "float32", "quantization": "int8-dynamic"},
     {"dtype": "float32", "quantization": "int4", "quantization_group_size": 32},
     {"dtype": "float32", "quantization": "int4", "quantization_group_size": 64},
     {"dtype": "float32", "quantization": "int4", "quantization_group_size": 128},
@@ -111,7 +112,12 @@ class Measured:
             segments = signed_segments([(self._slot, len(step))], self._switcher.live)
             hidden = self._decoder.forward(
                 embedded[start : start + len(step)],
-                AttentionPlan([chunk], self._cache, self._config.heads),
+                AttentionPlan(
+                    [chunk],
+                    self._cache,
+                    self._config.heads,
+                    fixed_order=self._decoder.fixed_order,
+                ),
                 segments,
                 None,
                 segments,

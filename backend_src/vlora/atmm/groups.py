@@ -248,6 +248,11 @@ class LoraGroup(_Slots):
             _set_slot(group, slot, map(self.rounded, pairs))
         return group
 
+    def fix_order(self) -> None:
+        """Make the sums of a row independent of the other rows of a call from now on."""
+        if self._is_packed:
+            self.native.fix_order()
+
 
 def _set_slot(
     group: Any, slot: int, pairs: Iterable[LoraPair | None], into: tuple[int, int] | None = None

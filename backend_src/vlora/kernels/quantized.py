@@ -1,7 +1,8 @@
 """Matrices of int8 or int4 weights: memory layout, and products with them.
 
 A weight is scale · (value − zero). Adjacent inputs of one output form a group with one scale (fp32)
-and one zero (a multiple of 1/8). x keeps the accuracy of fp32 or bf16, and results are fp32.
+and one zero (a multiple of 1/8). x keeps the accuracy of fp32 or bf16, and results are fp32. With a
+dynamic format, x is quantized to int8, too, in groups of ACTIVATION_GROUP inputs.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import torch
 
 from vlora import native
 from vlora.kernels import reference
-from vlora.kernels.formats import BLOCK, Format
+from vlora.kernels.formats import ACTIVATION_GROUP, BLOCK, Format
 from vlora.kernels.ops import Matrix
 
 SYMMETRIC_ZERO = 8  # Zero of all groups of an int4 matrix that stores no zeros.
+SMALLEST_MAXIMUM = 1e-27  # Groups of smaller activations are quantized as if this were the largest.
 # Zeros are stored in units of 1 / ZERO_STEPS of the distance between two quantized values.
 ZERO_STEPS = 8
 # Number of bytes that are rearranged together. Their intermediate results stay in the caches.
@@ -35,8 +37,9 @@ class QuantizedWeight:
     dtype: type in which products with many rows are computed, fp32 or bf16.
     order: [d_in] int64, input to which each stored value belongs; None if in the order of the
         inputs.
-    panel_rows: number of rows in a panel if int4 is stored in panels, else 0. Panels change the
-        order of the tensors' elements, not their shapes.
+    panel_rows: number of rows in a panel if the matrix is stored in panels, else 0. Panels change
+        the order of the tensors' elements, not their shapes. Rows that fill no panel stay in rows,
+        which is possible for dynamic formats only.
     """
 
     format: Format
@@ -172,32 +175,54 @@ def in_blocks(packed: torch.Tensor, into: torch.Tensor) -> None:
 
 
 # The next functions only move data. A panel of int4 has 8 (AVX2) or 16 (AMX, VNNI) adjacent rows,
-# whose values, scales and zeros are interleaved (csrc/quantized/quantized.h).
+# whose values, scales and zeros are interleaved (csrc/quantized/quantized.h). Panels of a dynamic
+# format have 16 rows for every CPU (csrc/quantized/dynamic.h).
 
 TILE_PANEL_ROWS = 16  # Number of rows in a panel for AMX and AVX-512 VNNI.
 # Number of bytes that hold the first 32 values of a block. The last 32 values have as many.
 HALF_BLOCK = 16
 
 
-def preferred_rows() -> int:
-    """Return the rows per panel that int4 kernels read best; 0 without panels or kernels."""
+def preferred_rows(*, dynamic: bool = False) -> int:
+    """Return the rows per panel that the kernels of int4, or of a dynamic format, read best; 0
+    without panels or kernels.
+    """
     try:
-        return int(native.kernels().quantized.preferred_panel_rows())
+        preferred = int(native.kernels().quantized.preferred_panel_rows())
     except ImportError:
         return 0
+    return TILE_PANEL_ROWS if dynamic else preferred
+
+
+def why_dynamic_is_slower(dtype: torch.dtype) -> str | None:
+    """Return why products of a dynamic format are slower on this CPU than those of int8 without
+    quantized activations; None if they are not. dtype: type of those.
+    """
+    try:
+        kernels = native.kernels()
+    except ImportError:
+        return None
+    if dtype == torch.bfloat16 and kernels.runtime.isa("bf16") == "amx":
+        return "AMX multiplies bfloat16 faster than AVX-512 VNNI multiplies bytes"
+    return None if kernels.quantized.multiplies_bytes() else "it has no AVX-512 VNNI"
 
 
 def interleave(
-    values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, panel_rows: int
+    bits: int,
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    panel_rows: int,
 ) -> None:
-    """Rearrange the rows of a matrix into panels of `panel_rows` rows, in place.
+    """Rearrange the rows of a matrix into panels of `panel_rows` rows, in place. Rows that fill no
+    panel are not changed.
 
-    values: [rows, row_bytes] uint8. The number of rows is a multiple of `panel_rows`.
+    values: [rows, row_bytes] uint8.
     scales, zeros: [rows, groups]; `zeros` may be None.
     """
     addresses = (values.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr())
     sizes = (*values.shape, scales.shape[1], panel_rows)
-    native.kernels().quantized.interleave(*addresses, *sizes, torch.get_num_threads())
+    native.kernels().quantized.interleave(bits, *addresses, *sizes, torch.get_num_threads())
 
 
 def separate(
@@ -232,14 +257,16 @@ def _separated(stored: torch.Tensor, panel_rows: int) -> torch.Tensor:
 def arrange(weight: QuantizedWeight) -> QuantizedWeight:
     """Store a matrix in the layout that its kernels read fastest. Return the rearranged matrix.
 
-    The memory is reused. On CPUs with AMX or `avx512_bf16`, or with AVX2 but not AVX-512, int4
-    goes into panels, unless its number of rows is not a multiple of a panel's.
+    The memory is reused. A matrix of a dynamic format goes into panels. So does int4 on CPUs with
+    AMX or `avx512_bf16`, or with AVX2 but not AVX-512, unless its number of rows is not a multiple
+    of a panel's.
     """
-    panel_rows = preferred_rows()
-    fits = weight.format.bits == 4 and panel_rows > 0 and len(weight.values) % panel_rows == 0
-    if weight.panel_rows or not fits:
+    form = weight.format
+    panel_rows = preferred_rows(dynamic=form.dynamic)
+    fits = form.dynamic or (form.bits == 4 and panel_rows and len(weight.values) % panel_rows == 0)
+    if weight.panel_rows or not panel_rows or not fits:
         return weight
-    interleave(weight.values, weight.scales, weight.zeros, panel_rows)
+    interleave(form.bits, weight.values, weight.scales, weight.zeros, panel_rows)
     return replace(weight, panel_rows=panel_rows)
 
 
@@ -247,6 +274,13 @@ def in_rows(weight: QuantizedWeight) -> QuantizedWeight:
     """Return `weight` itself if it has no panels, else a copy without panels."""
     if not weight.panel_rows:
         return weight
+    if weight.format.dynamic:
+        words, in_panels = weight.values.view(torch.int32), len(weight.values)
+        in_panels -= in_panels % weight.panel_rows
+        panels = _separated(words[:in_panels], weight.panel_rows)
+        return replace(
+            weight, values=torch.cat((panels, words[in_panels:])).view(torch.uint8), panel_rows=0
+        )
     values, scales, zeros = separate(weight.values, weight.scales, weight.zeros, weight.panel_rows)
     return replace(weight, values=values, scales=scales, zeros=zeros, panel_rows=0)
 
@@ -277,6 +311,23 @@ def dequantize(weight: QuantizedWeight) -> torch.Tensor:
     return torch.empty(rows, depth).index_copy_(1, weight.order, stored)
 
 
+def multiply_dynamic(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
+    """Return the product with a weight of a dynamic format as the kernels compute it, bit by bit
+    (csrc/quantized/dynamic.h).
+    """
+    values = unpack(weight).double()
+    totals = torch.zeros(len(x), len(values))
+    for first in range(0, weight.depth, ACTIVATION_GROUP):
+        some = slice(first, first + ACTIVATION_GROUP)
+        largest = x[:, some].abs().amax(dim=1, keepdim=True)
+        units = largest.clamp_min(SMALLEST_MAXIMUM) / 127
+        integers = (x[:, some] * (1 / units)).round()
+        spoiled = ~largest.isfinite()
+        sums = integers.masked_fill(spoiled, 0).double() @ values[:, some].T
+        totals += sums.float() * units.masked_fill(spoiled, torch.nan)
+    return totals * weight.scales.T
+
+
 class QuantizedMatrix(Matrix):
     """A quantized weight with its bias. Both are checked once, for all steps that use them.
 
@@ -290,7 +341,12 @@ class QuantizedMatrix(Matrix):
         rows, depth = weight.shape
         self._check_bias(bias, rows)
         self.weight, self.shape, self._bias = weight, weight.shape, bias
-        self._native: tuple[Any, ...] = (
+        self._native: tuple[Any, ...]
+        if weight.format.dynamic:
+            addresses = weight.values.data_ptr(), weight.scales.data_ptr()
+            self._native = (*addresses, rows, depth, 0 if bias is None else bias.data_ptr())
+            return
+        self._native = (
             weight.format.bits,
             weight.values.data_ptr(),
             weight.scales.data_ptr(),
@@ -304,13 +360,22 @@ class QuantizedMatrix(Matrix):
         )
 
     def _reference(self, x: torch.Tensor) -> torch.Tensor:
+        if self.weight.format.dynamic:
+            product = multiply_dynamic(x, self.weight)
+            return product if self._bias is None else product + self._bias
         return reference.linear(x, dequantize(self.weight), self._bias)
 
     def _multiply(self, y: int, x: torch.Tensor) -> None:
         if self.weight.order is not None:
             native.spoil_recording()
             x = x.index_select(1, self.weight.order)
-        native.kernels().quantized.multiply(y, *self._operands(x))
+        kernels = native.kernels().quantized
+        if not self.weight.format.dynamic:
+            kernels.multiply(y, *self._operands(x))
+            return
+        if not self.weight.panel_rows:
+            raise ValueError("a matrix of a dynamic format must be arranged before its products")
+        kernels.multiply_dynamic(y, *self._operands(x))
 
     def _multiply_gated(self, out: int, scratch: int, x: torch.Tensor) -> None:
         self._multiply(scratch, x)

@@ -28,6 +28,8 @@ class AttentionPlan:
     chunks: chunks of the step, in the order of their rows.
     heads: number of query heads. `heads / kv_heads` adjacent ones share one key and value head.
     padded: size to which a step of decoding rows is padded on a GPU; None for no padding.
+    fixed_order: let the bits of a row depend on its sequence and position only, not on the chunks
+        and threads; for the compiled kernels of the CPU.
 
     Raises ValueError, here or at the first `attend`, if the chunks do not fit their pages.
     """
@@ -39,8 +41,10 @@ class AttentionPlan:
         heads: int,
         *,
         padded: DecodeShape | None = None,
+        fixed_order: bool = False,
         backend: Backend | None = None,
     ) -> None:
+        self._fixed_order = fixed_order
         self._kv_cache = kv_cache
         self._heads = heads
         self._backend = backend or backends.backend_of("kernels", kv_cache.cache.device.type)
@@ -78,7 +82,8 @@ class AttentionPlan:
             pages += chunk.pages[: -(-chunk.end // kv_cache.block)]
         cache, heads = kv_cache.cache, (self._heads, kv_cache.kv_heads, kv_cache.head_dim)
         layout = (DTYPES[cache.dtype], kv_cache.block, *heads, cache.stride(0), cache.shape[0])
-        return native.kernels().attention.Plan(*layout, chunks, pages, torch.get_num_threads())
+        threads = torch.get_num_threads()
+        return native.kernels().attention.Plan(*layout, chunks, pages, threads, self._fixed_order)
 
     @cached_property
     def _reference(self) -> ReferencePlan:

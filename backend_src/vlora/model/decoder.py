@@ -61,6 +61,11 @@ class Decoder:
         # Groups of projections, in the order of execution; the LM head is last.
         self.lora_groups = [adapters.group(group) for group in lora_groups(config.layers)]
         self._lm_head_lora = self.lora_groups[-1]
+        # Rounding activations to integers would turn differences of a bit into other answers.
+        self.fixed_order = weights.slab.format is not None and weights.slab.format.dynamic
+        if self.fixed_order:
+            for group in self.lora_groups:
+                group.fix_order()
         self._switcher = switcher
         self.recordings = StepRecordings()
         self._layers = [

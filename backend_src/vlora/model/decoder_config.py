@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -136,8 +136,8 @@ def quantization_of(options: Options, config: DecoderConfig) -> Format | None:
             f" {stored.method} as {stored.form.name}; remove the key 'quantization' to serve the"
             " stored weights, or name the float checkpoint that they were made from"
         )
-    if options.quantization == "int8":
-        return Format(8, None)
+    if options.quantization in ("int8", "int8-dynamic"):
+        return Format(8, None, dynamic=options.quantization == "int8-dynamic")
     return Format(4, options.quantization_group_size, zeros=True)
 
 
@@ -145,7 +145,9 @@ def lm_head_format(matrices: Format | None, config: DecoderConfig) -> Format | N
     """Return the format in which the LM head is kept in memory; None for floats. A checkpoint that
     is stored quantized keeps its LM head. `matrices`: format of the target matrices.
     """
-    return LM_HEAD_FORMAT if matrices is not None and config.quantization is None else None
+    if matrices is None or config.quantization is not None:
+        return None
+    return replace(LM_HEAD_FORMAT, dynamic=matrices.dynamic)
 
 
 def load_config(folder: Path) -> DecoderConfig:

@@ -5,6 +5,7 @@ Weights are recognized by their names without the layout's prefix, so all layout
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,12 @@ from vlora.errors import InvalidArgument
 from vlora.ids import MatrixId
 from vlora.kernels.formats import Format
 from vlora.kernels.quantize import quantize
-from vlora.kernels.quantized import QuantizedWeight, allocate
+from vlora.kernels.quantized import (
+    QuantizedWeight,
+    allocate,
+    arrange,
+    why_dynamic_is_slower,
+)
 from vlora.model.checkpoint import StoredRows, check, read
 from vlora.model.decoder_config import DecoderConfig, lm_head_format, read_config
 from vlora.model.folder_checks import check_weights
@@ -28,6 +34,8 @@ from vlora.model.rotary import rope_frequencies
 from vlora.model.weight_files import indexed_weight_files, open_weights, weight_files
 from vlora.weights.quantized_slab import QuantizedSlab
 from vlora.weights.slab import TARGETS, WeightSlab
+
+logger = logging.getLogger(__name__)
 
 # Ends of the paths of a vision tower's position embeddings, which no product multiplies.
 POSITIONS = (".position_embedding", ".pos_embed")
@@ -80,12 +88,15 @@ def load_weights(
         slab = WeightSlab(config.layers, config.target_shapes, dtype, device)
     else:
         slab = QuantizedSlab(config.layers, config.target_shapes, quantization, dtype)
+        if quantization.dynamic and (reason := why_dynamic_is_slower(dtype)):
+            logger.warning("'quantization' = 'int8' would be faster on this CPU: %s", reason)
     head = _quantized_head(config, quantization, dtype)
     tensors = _read_floats(config, stored, slab, head, dtype)
     if isinstance(slab, QuantizedSlab):
         if config.quantization is not None:
             read_quantized(quantized_parts(folder, config), config.quantization, slab)
         slab.arrange()
+        head = None if head is None else arrange(head)
     frequencies, scale = rope_frequencies(read_config(folder).get_text_config())
     lm_head = tensors[names.embedding if config.tied else names.lm_head] if head is None else head
     norms, layers = (*names.norms, *names.head_norms), range(config.layers)

@@ -159,7 +159,9 @@ class Runner:
         return self._forward(chunks, parts)
 
     def _forward(self, chunks: Sequence[Chunk], parts: Sequence[UploadedPart]) -> StepResult:
-        attention = AttentionPlan(chunks, self._kv_cache, self._query_heads)
+        attention = AttentionPlan(
+            chunks, self._kv_cache, self._query_heads, fixed_order=self._decoder.fixed_order
+        )
         live = self._switcher.live
         rows = [(chunk.slot, chunk.length) for chunk in chunks]
         segments = signed_segments(rows, live)

@@ -98,7 +98,7 @@ void check_interleaving() {
   std::vector<float> panel_scales = scales;
   std::vector<int8_t> panel_zeros = zeros;
   const bool has_zeros = draw(0, 1);
-  quantized::interleave(panels.data(), panel_scales.data(),
+  quantized::interleave(4, panels.data(), panel_scales.data(),
                         has_zeros ? panel_zeros.data() : nullptr, n, sizes.row_bytes(), groups,
                         rows, int(draw(1, 3)));
   quantized::Weight w = sizes;

@@ -23,14 +23,14 @@ from tests.support.atmm_problems import (
 from vlora import native
 from vlora.atmm import op, tiles
 from vlora.atmm.cpu import Cpu
+from vlora.atmm.groups import LoraGroup
 from vlora.atmm.types import Segment
 
 pytestmark = compiled
 
 
-@each_form
-def test_with_pinned_tiles_a_rows_output_is_the_same_in_any_batch(form: Form) -> None:
-    group = group_of(700, [130, 64], [8, 24, 64], form.dtype)
+def check_rows_in_batches(group: LoraGroup, form: Form) -> None:
+    """Check that the outputs of rows are the same alone and in a batch, bit by bit."""
     x, y = form.randn(90, 700), form.randn(90, 194)
 
     def run(segments: Sequence[Segment], rows: slice, threads: int) -> torch.Tensor:
@@ -38,17 +38,30 @@ def test_with_pinned_tiles_a_rows_output_is_the_same_in_any_batch(form: Form) ->
         op.apply(part, x[rows], segments, group, backend="cpu", threads=threads)
         return part
 
+    together = run([Segment(0, 40, 0), Segment(40, 20, 1), Segment(60, 30, 2)], slice(0, 90), 2)
+    for row, slot in ((0, 0), (17, 0), (39, 0), (40, 1), (59, 1), (60, 2), (89, 2)):
+        alone = run([Segment(0, 1, slot)], slice(row, row + 1), 1)
+        assert torch.equal(alone[0], together[row]), row
+    some = run([Segment(0, 13, 0)], slice(20, 33), 1)
+    assert torch.equal(some, together[20:33])
+
+
+@each_form
+def test_with_pinned_tiles_a_rows_output_is_the_same_in_any_batch(form: Form) -> None:
+    group = group_of(700, [130, 64], [8, 24, 64], form.dtype)
     for isa in tiles.isas():
         for tile in (None, tiles.configs("apply", "fp32")[0]["name"]):
             with tiles.isa(isa), pinned(tile):
-                together = run(
-                    [Segment(0, 40, 0), Segment(40, 20, 1), Segment(60, 30, 2)], slice(0, 90), 2
-                )
-                for row, slot in ((0, 0), (17, 0), (39, 0), (40, 1), (59, 1), (60, 2), (89, 2)):
-                    alone = run([Segment(0, 1, slot)], slice(row, row + 1), 1)
-                    assert torch.equal(alone[0], together[row]), (isa, tile, row)
-                some = run([Segment(0, 13, 0)], slice(20, 33), 1)
-                assert torch.equal(some, together[20:33])
+                check_rows_in_batches(group, form)
+
+
+@each_form
+def test_in_a_group_of_fixed_order_a_rows_output_is_the_same_in_any_batch(form: Form) -> None:
+    group = group_of(700, [130, 64], [8, 24, 64], form.dtype)
+    group.fix_order()
+    for isa in tiles.isas():
+        with tiles.isa(isa):
+            check_rows_in_batches(group, form)
 
 
 def test_the_table_chooses_by_bucket_and_counts() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.support.atmm_problems import compiled
 from tests.support.drawing import drawn
 from vlora.backends import Backend
 from vlora.kernels import reference
@@ -52,13 +53,17 @@ class Case:
         width = (self.heads + 2 * self.kv_heads) * self.dim
         self.rows = [torch.randn(sum(length), width) for length in self.lengths]
 
-    def step(self, ranges: Sequence[tuple[int, int, int]], backend: Backend) -> torch.Tensor:
+    def step(
+        self, ranges: Sequence[tuple[int, int, int]], backend: Backend, *, fixed_order: bool = False
+    ) -> torch.Tensor:
         """Return the attention of the chunks (sequence, start, end), in layer 1."""
         chunks, row = [], 0
         for index, start, end in ranges:
             chunks.append(_chunk(index, row, start, end, self.pages[index]))
             row += end - start
-        plan = AttentionPlan(chunks, self.store, self.heads, backend=backend)
+        plan = AttentionPlan(
+            chunks, self.store, self.heads, fixed_order=fixed_order, backend=backend
+        )
         qkv = torch.cat([self.rows[index][start:end] for index, start, end in ranges])
         return plan.attend(1, qkv, self.rotary(plan.positions))
 
@@ -135,6 +140,34 @@ def test_scores_may_grow_and_fall_along_a_sequence(backend: Backend) -> None:
         keys = rows.unflatten(1, (-1, 32))[:, 4:6]
         keys *= torch.linspace(0.1, 6, len(rows))[:, None, None].flip(0).roll(len(rows) // 2, 0)
     case.check(backend)
+
+
+@compiled
+@drawn(
+    # (query heads, KV heads, rows): heads of their own, small and large groups; several blocks
+    shape=[(4, 4, 300), (8, 2, 150), (8, 1, 150), (12, 2, 40), (2, 2, 700)],
+    block=[3, 16, 48],
+    dtype=TYPES,
+)
+def test_in_a_fixed_order_rows_have_the_same_bits_in_any_chunks_and_with_any_threads(
+    backend: Backend, shape: tuple[int, int, int], block: int, dtype: torch.dtype
+) -> None:
+    if backend == "reference":
+        pytest.skip("only the compiled kernels have a fixed order")
+    heads, kv_heads, rows = shape
+    case = Case(heads, kv_heads, 32, block, dtype, ((rows, 0), (rows // 2, 0)))
+    torch.set_num_threads(1)
+    expected = case.step([(0, 0, rows)], backend, fixed_order=True)
+    torch.testing.assert_close(expected.double(), case.expected(0, 0), rtol=0, atol=3e-5)
+    torch.set_num_threads(3)
+    # Chunks of 1, 2, 3 and so on rows, and then single rows, beside those of another sequence.
+    start, length, parts = 0, 1, []
+    while start < rows:
+        end = min(start + length, rows)
+        other = (1, 0, rows // 2) if length % 5 == 0 else (1, rows // 2 - 1, rows // 2)
+        parts.append(case.step([other, (0, start, end)], backend, fixed_order=True)[start - end :])
+        start, length = end, length % 19 + 1
+    assert torch.equal(torch.cat(parts), expected)
 
 
 @drawn(

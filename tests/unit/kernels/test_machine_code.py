@@ -11,7 +11,8 @@ import pytest
 
 from vlora import native
 
-RANKS = {"scalar": 0, "twin": 0, "avx2": 1, "avx512": 2, "avx512_bf16": 3, "amx": 4}
+RANKS = {"scalar": 0, "twin": 0, "avx2": 1, "avx512": 2}
+RANKS |= {"avx512_vnni": 3, "avx512_bf16": 4, "amx": 5}
 """Instruction sets by the namespace of their code; each one includes those of a lower rank."""
 NAMESPACE = re.compile("|".join(f"{len(name)}{name}(?![a-z_])" for name in RANKS))
 """A namespace in a mangled name."""
@@ -75,9 +76,11 @@ def functions() -> dict[int, Function]:
 def _rank(instruction: str) -> int:
     operation = instruction.split(maxsplit=1)[0]
     if operation.startswith(("tile", "ldtile", "tdp")):
-        return 4
-    if "bf16" in operation or operation.startswith("vpdp"):
-        return 3
+        return RANKS["amx"]
+    if "bf16" in operation:
+        return RANKS["avx512_bf16"]
+    if operation.startswith("vpdp"):
+        return RANKS["avx512_vnni"]
     if AVX512.search(instruction):
         return 2
     return int(operation.startswith("v"))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from tests.support.atmm_problems import BF16, compiled
 from tests.support.drawing import cases_of
 from vlora import native
+from vlora.atmm import tiles
 from vlora.backends import Backend
 from vlora.kernels import formats, quantized
 from vlora.kernels.formats import Format
@@ -28,6 +30,8 @@ from vlora.kernels.quantized import (
     preferred_rows,
     unpack,
 )
+from vlora.model.decoder_config import load_config
+from vlora.model.loader import load_weights
 
 FORMATS = [
     Format(8, None),
@@ -243,7 +247,7 @@ def test_a_matrix_keeps_its_weights_when_it_is_put_into_panels(
     for width, depth in ((panel_rows, 1), (5 * panel_rows, 130), (400, 6000)):
         weight = random_weight(form, width, depth)
         copy = arranged(weight, "reference")
-        quantized.interleave(copy.values, copy.scales, copy.zeros, panel_rows)
+        quantized.interleave(4, copy.values, copy.scales, copy.zeros, panel_rows)
         copy = replace(copy, panel_rows=panel_rows)
         assert not torch.equal(copy.values, weight.values)
         assert torch.equal(unpack(copy), unpack(weight))
@@ -291,6 +295,12 @@ def test_other_formats_are_refused(bits: int, group: int | None, zeros: bool) ->
         Format(bits, group, zeros)
 
 
+def test_only_int8_without_groups_is_multiplied_with_quantized_activations() -> None:
+    for form in (Format(8, 32), Format(4, 32, zeros=True)):
+        with pytest.raises(ValueError, match="dynamic needs int8 without groups"):
+            replace(form, dynamic=True)
+
+
 def test_parts_of_a_weight_are_checked() -> None:
     weight = random_weight(Format(4, 32), 8, 64)
     with pytest.raises(ValueError, match=r"scales \(8, 1\)"):
@@ -307,6 +317,7 @@ def test_the_layout_has_the_same_constants_in_python_and_in_the_kernels() -> Non
     assert (module.BLOCK, module.WHOLE_ROW) == (formats.BLOCK, formats.WHOLE_ROW)
     assert module.MIDDLE == quantized.SYMMETRIC_ZERO
     assert module.ZERO_STEP == 1 / ZERO_STEPS
+    assert module.DYNAMIC_GROUP == formats.ACTIVATION_GROUP
     assert module.preferred_panel_rows() in (0, 8, quantized.TILE_PANEL_ROWS)
 
 
@@ -374,3 +385,76 @@ def test_sums_of_the_largest_weights_and_values_do_not_overflow(backend: Backend
             torch.testing.assert_close(
                 product, torch.full((rows, 8), -value * depth), rtol=1e-5, atol=0
             )
+
+
+# ---- int8 weights with quantized activations -----------------------------------------------------
+
+DYNAMIC = Format(8, None, dynamic=True)
+# Outputs that fill panels or not; depths that end within, or at the end of, a block or a group.
+DYNAMIC_SHAPES = ((1, 1), (16, 64), (50, 100), (131, 257), (8, 31), (48, 832), (66, 1100))
+
+
+@pytest.mark.usefixtures("threads")
+def test_products_with_quantized_activations_are_equal_bit_by_bit(backend: Backend) -> None:
+    for width, depth in DYNAMIC_SHAPES:
+        weight = random_weight(DYNAMIC, width, depth)
+        matrix = QuantizedMatrix(arranged(weight, backend), torch.randn(width))
+        expected = QuantizedMatrix(weight, matrix._bias)
+        for rows in (0, 1, 2, 11, 12, 13, 17, 33, 70):
+            x = torch.randn(rows, depth + 5)[:, 2 : depth + 2] * 10 ** torch.linspace(-9, 9, depth)
+            x[:1] = 0
+            product = matrix(x, backend=backend)
+            assert torch.equal(product, expected(x, backend="reference"))
+            for some in (slice(1), slice(1, 2), slice(rows // 2, rows)):
+                assert torch.equal(matrix(x[some], backend=backend), product[some])
+
+
+def test_the_error_of_quantized_activations_is_that_of_their_rounding(backend: Backend) -> None:
+    """Half a unit of each value: the largest magnitude in its group / 254."""
+    weight = random_weight(DYNAMIC, 48, 832)
+    exact, matrix = dequantize(weight).double(), QuantizedMatrix(arranged(weight, backend))
+    x = torch.randn(40, 832) * 10 ** torch.linspace(-3, 3, 832)
+    groups = torch.nn.functional.pad(x, (0, 64)).view(40, -1, formats.ACTIVATION_GROUP)
+    units = groups.abs().amax(dim=2) / 127
+    halves = units.repeat_interleave(formats.ACTIVATION_GROUP, dim=1)[:, :832].double() / 2
+    error = (matrix(x, backend=backend) - x.double() @ exact.T).abs()
+    assert (error <= 1.001 * halves @ exact.abs().T).all()
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_quantized_row_that_is_not_finite_spoils_no_other(backend: Backend, bad: float) -> None:
+    matrix = QuantizedMatrix(arranged(random_weight(DYNAMIC, 50, 300), backend))
+    for rows in (5, 37):
+        x = torch.randn(rows, 300)
+        expected = matrix(x, backend=backend)
+        x[3, 290] = bad
+        result = matrix(x, backend=backend)
+        assert not result[3].isfinite().any()
+        assert torch.equal(result[torch.arange(rows) != 3], expected[torch.arange(rows) != 3])
+
+
+def test_groups_of_the_largest_integers_are_exact(backend: Backend) -> None:
+    weight = allocate(DYNAMIC, 20, 512, torch.float32)
+    weight.fill(torch.full((20, 512), -128), torch.ones(20, 1), None)
+    matrix = QuantizedMatrix(arranged(weight, backend))
+    for rows in (1, 20):
+        for value in (127.0, -127.0):
+            product = matrix(torch.full((rows, 512), value), backend=backend)
+            assert torch.equal(product, torch.full((rows, 20), -128 * value * 512))
+
+
+@compiled
+def test_the_log_says_where_quantized_activations_are_slower(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with tiles.isa("scalar"):
+        load_weights(checkpoint, load_config(checkpoint), quantization=DYNAMIC)
+    assert "'int8' would be faster on this CPU: it has no AVX-512 VNNI" in caplog.text
+
+
+@compiled
+def test_a_matrix_for_quantized_activations_must_be_arranged() -> None:
+    weight = random_weight(DYNAMIC, 37, 200)
+    assert torch.equal(unpack(arranged(weight, "cpu")), unpack(weight))
+    with pytest.raises(ValueError, match="must be arranged"):
+        QuantizedMatrix(weight)(torch.zeros(2, 200), backend="cpu")

@@ -1,0 +1,77 @@
+// Products of bytes with AVX2 (dynamic_vectors.h). Bytes are widened to 16 bits, because the
+// instruction for bytes saturates.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstring>
+
+#include "quantized/dynamic.h"
+
+namespace vlora::quantized::VLORA_ISA {
+
+using namespace vlora::runtime::VLORA_ISA;
+
+constexpr int64_t kPrefetchedBytes = 1024;
+
+struct Bytes {
+  static constexpr int kTileRows = 4, kPanels = 1;
+  static constexpr int kFewRows = 1, kPanelsOfFewRows = 1;
+  // A line has values 0 and 2 of four, then 1 and 3, as 16 bits.
+  static constexpr int64_t kLineBytes = 2 * kBlock;
+  // Values 0 and 2, and 1 and 3, of 8 outputs in each half.
+  struct Weights {
+    __m256i even[2], odd[2];
+  };
+  struct Quad {
+    __m256i even, odd;
+  };
+  struct Sums {
+    __m256i half[2];
+  };
+
+  static void write_line(const int8_t* integers, char* line) {
+    int16_t wide[kBlock];
+    for (int i = 0; i < kBlock; i += 4)
+      for (int k = 0; k < 4; ++k) wide[i + k] = integers[i + 2 * (k % 2) + k / 2];
+    std::memcpy(line, wide, sizeof wide);
+  }
+  static VLORA_INLINE Sums initial(const int32_t*) {
+    return {{_mm256_setzero_si256(), _mm256_setzero_si256()}};
+  }
+  static VLORA_INLINE Weights load(const uint8_t* w) {
+    Weights weights;
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+      const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w) + i);
+      weights.even[i] = _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8);
+      weights.odd[i] = _mm256_srai_epi16(bytes, 8);
+    }
+    return weights;
+  }
+  static VLORA_INLINE Quad quad(const char* x) {
+    int32_t pairs[2];
+    std::memcpy(pairs, x, sizeof pairs);
+    return {_mm256_set1_epi32(pairs[0]), _mm256_set1_epi32(pairs[1])};
+  }
+  static VLORA_INLINE void add(Sums& sums, const Weights& weights, const Quad& four) {
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+      const __m256i even = _mm256_madd_epi16(weights.even[i], four.even);
+      const __m256i odd = _mm256_madd_epi16(weights.odd[i], four.odd);
+      sums.half[i] = _mm256_add_epi32(sums.half[i], _mm256_add_epi32(even, odd));
+    }
+  }
+  static VLORA_INLINE V to_floats(const Sums& sums) {
+    return {{{_mm256_cvtepi32_ps(sums.half[0])}, {_mm256_cvtepi32_ps(sums.half[1])}}};
+  }
+  // Both keep the compiler from removing computations.
+  static VLORA_INLINE void keep(Sums& sums) {
+    asm volatile("" : "+x"(sums.half[0]), "+x"(sums.half[1]));
+  }
+  static VLORA_INLINE void keep(Weights& w) {
+    asm volatile("" : "+x"(w.even[0]), "+x"(w.even[1]), "+x"(w.odd[0]), "+x"(w.odd[1]));
+  }
+};
+
+}  // namespace vlora::quantized::VLORA_ISA
