@@ -60,7 +60,8 @@ void bind_quantized(py::module_& m) {
   });
   m.def("quantize",
         [](uintptr_t weights, bool bf16, ptrdiff_t stride, int bits, uintptr_t values,
-           uintptr_t scales, uintptr_t zeros, int64_t n, int64_t k, int group_shift, int threads) {
+           uintptr_t scales, uintptr_t zeros, int64_t n, int64_t k, int group_shift,
+           bool whole_zeros, int threads) {
           const quantized::Quantization quantization{bf16 ? Dtype::kBf16 : Dtype::kFp32,
                                                      reinterpret_cast<const void*>(weights),
                                                      stride,
@@ -70,7 +71,8 @@ void bind_quantized(py::module_& m) {
                                                      reinterpret_cast<int8_t*>(zeros),
                                                      n,
                                                      k,
-                                                     group_shift};
+                                                     group_shift,
+                                                     whole_zeros};
           const runtime::KernelCall call;
           return quantized::quantize(quantization, threads);
         });

@@ -17,6 +17,7 @@ struct Quantization {
   int8_t* zeros;
   int64_t n, k;
   int group_shift;
+  bool whole_zeros;  // whether zeros are integers from 0 to 15
 
   Weight result() const { return {bits, values, scales, zeros, n, k, group_shift, 0}; }
 };

@@ -71,22 +71,32 @@ struct Rounding {
   R inverse, offset;
   // mean: of the weights.
   static VLORA_INLINE Rounding of(R scale, R zero, R mean) {
-    Rounding rounding{R::all(1) / positive_or_one(scale), zero};
-    rounding.offset.add_product(mean, rounding.inverse);
-    return rounding;
+    const R inverse = R::all(1) / positive_or_one(scale);
+    return {inverse, zero + mean * inverse};
   }
   VLORA_INLINE R operator()(R centred) const {
-    R value = offset;
-    value.add_product(centred, inverse);
-    return min(max(value, R::zero()), R::all(15)).nearest();
+    return min(max(offset + centred * inverse, R::zero()), R::all(15)).nearest();
   }
 };
 
-// The int4 values of a group in each lane, and their scale and zero.
+// The int4 values of a group in each lane, and their scale and zero. The larger `gain`, the smaller
+// is the squared error. It is what the values take off the sum of the squared weights, in units of
+// the squared range, so that it neither overflows nor vanishes.
 struct Fit {
-  R scale, zero;
+  R scale, zero, gain;
   Rounding rounding;
 };
+
+// The zeros that can be stored: multiples of `step` from `least` to `most`.
+struct ZeroGrid {
+  float step, least, most;
+  VLORA_INLINE R nearest(R zero) const {
+    const R limited = min(max(zero, R::all(least)), R::all(most));
+    return (limited * R::all(1 / step)).nearest() * R::all(step);
+  }
+};
+
+constexpr ZeroGrid kAnyZeros{kZeroStep, -64 * kZeroStep, 191 * kZeroStep}, kWholeZeros{1, 0, 15};
 
 // Sums over the values of a group in each lane.
 struct Sums {
@@ -95,6 +105,8 @@ struct Sums {
 
 // Groups of weights, one in each lane. All sums are of weights less the mean of their group.
 // Otherwise the sums of groups whose weights differ little would lose their leading digits.
+// Products that are not exact are rounded before they are added: no instruction set gives another
+// result.
 class Groups {
  public:
   // weights: R::kWidth groups of `size` weights, one after another.
@@ -120,41 +132,41 @@ class Groups {
       rest = rest + centred;
     }
     low_ = low, high_ = high, mean_ = mean, rest_ = rest;
+    unit_ = R::all(1) / positive_or_one(range());
   }
 
   R mean() const { return mean_; }
   R range() const { return high_ - low_; }
 
   // Returns the fit with the smallest squared error.
-  Fit best_fit() const {
+  Fit best_fit(const ZeroGrid& grid) const {
     Fit fits[kRangeCount];
     for (int i = 0; i < kRangeCount; ++i) {
       const R range = R::all(kRanges[i]), low = low_ * range;
       fits[i].scale = (high_ * range - low) / R::all(15);
-      fits[i].zero = storable((R::zero() - low) / positive_or_one(fits[i].scale));
+      fits[i].zero = grid.nearest((R::zero() - low) / positive_or_one(fits[i].scale));
     }
     for (int refit = 0; refit <= kRefits; ++refit) {
       for (Fit& fit : fits) fit.rounding = Rounding::of(fit.scale, fit.zero, mean_);
       Sums sums[kRangeCount];
       add_up(fits, sums);
       for (int i = 0; i < kRangeCount; ++i) {
-        if (refit < kRefits) fits[i].zero = fitted_zero(sums[i], fits[i].zero);
-        fits[i].scale = fitted_scale(sums[i], fits[i].zero);
+        if (refit < kRefits) fits[i].zero = fitted_zero(sums[i], fits[i].zero, grid);
+        fit_scale(sums[i], fits[i]);
       }
     }
-    R errors[kRangeCount];
-    add_up_errors(fits, errors);
     Fit best = fits[0];
     for (int i = 1; i < kRangeCount; ++i) {
-      const auto better = [&](R fitted, R so_far) __attribute__((always_inline)) {
-        return where_less(errors[i], errors[0], fitted, so_far);
-      };
       const Fit& fit = fits[i];
+      const R smaller = best.gain;
+      const auto better = [&](R fitted, R so_far) __attribute__((always_inline)) {
+        return where_less(smaller, fit.gain, fitted, so_far);
+      };
       best = {better(fit.scale, best.scale),
               better(fit.zero, best.zero),
+              better(fit.gain, best.gain),
               {better(fit.rounding.inverse, best.rounding.inverse),
                better(fit.rounding.offset, best.rounding.offset)}};
-      errors[0] = min(errors[i], errors[0]);
     }
     return best;
   }
@@ -162,11 +174,6 @@ class Groups {
  private:
   VLORA_INLINE R column(int i) const { return R::load(columns_ + i * R::kWidth); }
   R inverse_count() const { return R::all(1 / float(size_)); }
-
-  static VLORA_INLINE R storable(R zero) {
-    const R least = R::all(-64 * kZeroStep), most = R::all(191 * kZeroStep);
-    return (min(max(zero, least), most) * R::all(1 / kZeroStep)).nearest() * R::all(kZeroStep);
-  }
 
   VLORA_INLINE void add_up(const Fit (&fits)[kRangeCount], Sums (&sums)[kRangeCount]) const {
     for (Sums& each : sums) each = {R::zero(), R::zero(), R::zero()};
@@ -177,24 +184,7 @@ class Groups {
         const R value = fits[j].rounding(w);
         sums[j].values = sums[j].values + value;
         sums[j].squares.add_product(value, value);
-        sums[j].products.add_product(value, w);
-      }
-    }
-  }
-
-  VLORA_INLINE void add_up_errors(const Fit (&fits)[kRangeCount], R (&errors)[kRangeCount]) const {
-    R offsets[kRangeCount];
-    for (int j = 0; j < kRangeCount; ++j) {
-      errors[j] = R::zero();
-      offsets[j] = R::zero() - fits[j].scale * fits[j].zero - mean_;
-    }
-    for (int i = 0; i < size_; ++i) {
-      const R w = column(i);
-#pragma GCC unroll 2
-      for (int j = 0; j < kRangeCount; ++j) {
-        R error = offsets[j] - w;
-        error.add_product(fits[j].rounding(w), fits[j].scale);
-        errors[j].add_product(error, error);
+        sums[j].products = sums[j].products + value * w;
       }
     }
   }
@@ -202,24 +192,28 @@ class Groups {
   // Returns the zero with the smallest squared error for these values, or `zero` if all values are
   // equal. The sums of values and of their squares are exact in fp32, and so are the terms here
   // that contain only them and zeros.
-  VLORA_INLINE R fitted_zero(const Sums& sums, R zero) const {
+  VLORA_INLINE R fitted_zero(const Sums& sums, R zero, const ZeroGrid& grid) const {
     const R middle = sums.values * inverse_count();
     const R variance = sums.squares - sums.values * middle;
     const R slope = (sums.products - middle * rest_) / positive_or_one(variance);
     const R mean = mean_ + rest_ * inverse_count();
-    return where_less(R::zero(), slope, storable(middle - mean / positive_or_one(slope)), zero);
+    const R fitted = grid.nearest(middle - mean / positive_or_one(slope));
+    return where_less(R::zero(), slope, fitted, zero);
   }
 
-  // Returns the scale with the smallest squared error for these values.
-  VLORA_INLINE R fitted_scale(const Sums& sums, R zero) const {
+  // Computes the scale with the smallest squared error for these values.
+  VLORA_INLINE void fit_scale(const Sums& sums, Fit& fit) const {
+    const R zero = fit.zero;
     const R squares = sums.squares - zero * (sums.values + sums.values - count_ * zero);
     const R products = sums.products - zero * rest_ + mean_ * (sums.values - count_ * zero);
-    return products / positive_or_one(squares);
+    fit.scale = products / positive_or_one(squares);
+    fit.gain = products * unit_ * (fit.scale * unit_);
   }
 
   const int size_;
   const R count_;
   R low_, high_;   // extremes of the weights and 0
+  R unit_;         // 1 / range
   R mean_, rest_;  // mean of the weights; sum of the centred weights, which rounding leaves
   float columns_[kMaxGroup * R::kWidth];  // column i has centred weight i of each group
 };
@@ -241,13 +235,13 @@ VLORA_INLINE void pack_half_block(const float* weights, const Rounding& rounding
 // Quantizes `count` weights of a row, those of at most R::kWidth groups of `size`. Writes the
 // groups' values, scales and zeros. Returns whether all weights are finite and not too large.
 template <class T>
-bool quantize_int4(const T* row, int64_t count, int size, uint8_t* values, float* scales,
-                   int8_t* zeros) {
+bool quantize_int4(const T* row, int64_t count, int size, const ZeroGrid& grid, uint8_t* values,
+                   float* scales, int8_t* zeros) {
   constexpr int kHalf = int(kMinGroup), kHalfBytes = kHalf / 2;
   float weights[kMaxGroup * R::kWidth];
   widen_weights(row, count, weights, int64_t(size) * R::kWidth);
   const Groups groups(weights, size);
-  const Fit fit = groups.best_fit();
+  const Fit fit = groups.best_fit(grid);
   float scale[R::kWidth], zero[R::kWidth], mean[R::kWidth], inverse[R::kWidth], offset[R::kWidth],
       range[R::kWidth];
   fit.scale.store(scale), fit.zero.store(zero), groups.mean().store(mean);
@@ -306,7 +300,8 @@ int64_t quantize_rows_of(const Quantization& q, int64_t from, int64_t to) {
       int8_t* const zeros = q.zeros + row * groups;
       const int64_t step = size * R::kWidth;
       for (int64_t k = 0; k < q.k; k += step)
-        finite &= quantize_int4(weights + k, std::min(step, q.k - k), int(size), values + k / 2,
+        finite &= quantize_int4(weights + k, std::min(step, q.k - k), int(size),
+                                q.whole_zeros ? kWholeZeros : kAnyZeros, values + k / 2,
                                 scales + k / size, zeros + k / size);
       // Groups after the end of the row.
       const int64_t used = ceil_div(q.k, size);

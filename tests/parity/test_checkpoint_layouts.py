@@ -784,3 +784,15 @@ def test_serve_refuses_a_folder_before_it_imports_torch_or_starts_a_server(
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert run.returncode == 1
     assert "tokenizer.json cannot be read" in run.stderr
+
+
+@pytest.mark.parametrize(("family", "encoded"), [("llava", 1), ("qwen2_vl", 2)])
+def test_pictures_of_one_size_are_encoded_once_at_the_start(
+    family: str, encoded: int, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_checkpoint(family, checkpoint, tmp_path / "model")
+    encoder = VisionEncoder(folder, 1)
+    encode, calls = encoder.encode, []
+    monkeypatch.setattr(encoder, "encode", lambda *args: calls.append(args) or encode(*args))
+    check_encoder(encoder, load_config(folder), folder)
+    assert len(calls) == encoded

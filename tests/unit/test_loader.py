@@ -19,6 +19,7 @@ from vlora.errors import InvalidArgument
 from vlora.kernels.formats import Format
 from vlora.kernels.quantize import quantize
 from vlora.kernels.quantized import QuantizedWeight, allocate, dequantize
+from vlora.model.checkpoint import ReusedMemory, declared_weights
 from vlora.model.decoder_config import load_config
 from vlora.model.loader import DecoderWeights, adapter_shape, load_weights, stored_lm_head
 
@@ -395,3 +396,16 @@ def test_unsupported_decoders_are_refused_with_the_reason(
 ) -> None:
     edit_config(folder, **changes)
     assert reason in refused(folder)
+
+
+def test_matrices_are_read_one_after_another_into_the_same_memory(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    stored = {name: torch.randn(3, 5).to(torch.bfloat16) for name in "ab"}
+    save_file(stored, file)
+    memory, declared = ReusedMemory(), declared_weights(file)
+    addresses = set()
+    for name, expected in stored.items():
+        tensor = memory.read(file, name, declared[name])
+        assert torch.equal(tensor, expected)
+        addresses.add(tensor.data_ptr())
+    assert len(addresses) == 1

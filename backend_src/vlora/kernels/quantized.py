@@ -174,6 +174,20 @@ def in_blocks(packed: torch.Tensor, into: torch.Tensor) -> None:
         result[:, 2 + byte] = (first >> 4 & low | second & ~low).view(np.uint8)  # odd values
 
 
+def in_order(blocks: torch.Tensor) -> torch.Tensor:
+    """Return whole blocks of int4 in order, the inverse of `in_blocks`."""
+    packed, low = torch.empty_like(blocks), np.int64(0x0F0F0F0F0F0F0F0F)
+    step = max(1, COPIED_AT_ONCE // blocks.shape[1])
+    for first in range(0, len(blocks), step):
+        stored = blocks[first : first + step].view(-1, 4).numpy()
+        quarters = packed[first : first + step].view(torch.int64).view(-1, 4).numpy()
+        for byte in range(2):
+            even, odd = (stored[:, i].copy().view(np.int64) for i in (byte, 2 + byte))
+            quarters[:, 2 * byte] = even & low | (odd & low) << 4
+            quarters[:, 2 * byte + 1] = even >> 4 & low | odd & ~low
+    return packed
+
+
 # The next functions only move data. A panel of int4 has 8 (AVX2) or 16 (AMX, VNNI) adjacent rows,
 # whose values, scales and zeros are interleaved (csrc/quantized/quantized.h). Panels of a dynamic
 # format have 16 rows for every CPU (csrc/quantized/dynamic.h).

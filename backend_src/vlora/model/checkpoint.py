@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,15 @@ from safetensors import SafetensorError
 
 from vlora.errors import InvalidArgument
 from vlora.model.weight_files import open_weights
-from vlora.weights.safetensors import FLOATS, declared_tensors, read_header, read_rows
+from vlora.weights.safetensors import (
+    FLOATS,
+    INTEGERS,
+    Declared,
+    declared_tensors,
+    read_at,
+    read_header,
+    read_rows,
+)
 
 STORED_DTYPES = tuple(FLOATS.values())  # Types in which a checkpoint's weights may be stored.
 
@@ -68,6 +77,44 @@ def stored_alike(first: tuple[Path, str], second: tuple[Path, str]) -> bool:
     return shapes[0] == shapes[1] and all(
         bool((rows[0][part] == rows[1][part]).all()) for part in parts
     )
+
+
+# Larger tensors, such as embeddings, get memory of their own, so that the peak is not larger.
+REUSED_BYTES = 1 << 27
+
+
+class ReusedMemory:
+    """Memory for tensors that are read one after another. Each is valid until the next is read.
+
+    New memory for each would take longer than reading, since the kernel clears it page by page.
+    """
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def read(self, file: Path, key: str, declared: Declared) -> torch.Tensor:
+        """Return a tensor that the file's header declares. Raise InvalidArgument as `read`."""
+        dtype = (FLOATS | INTEGERS).get(declared.type)
+        if dtype is None:
+            return read(open_weights(file), file, key)
+        size = math.prod(declared.shape) * dtype.itemsize
+        memory = self._memory
+        if size > len(memory):
+            memory = torch.empty(size, dtype=torch.uint8)
+            self._memory = memory if size <= REUSED_BYTES else self._memory
+        try:
+            with file.open("rb", buffering=0) as opened:
+                read_at(opened.fileno(), declared.offset, [memory[:size].numpy().data])
+        except (OSError, EOFError) as error:
+            raise unreadable(file, key, error) from error
+        return memory[:size].view(dtype).view(declared.shape)
+
+
+def declared_weights(file: Path) -> dict[str, Declared]:
+    """Return the tensors in a weights file, by key. Raise InvalidArgument as `open_weights`."""
+    open_weights(file)
+    with file.open("rb") as opened:
+        return declared_tensors(read_header(opened))
 
 
 def read(opened: Any, file: Path, key: str) -> torch.Tensor:

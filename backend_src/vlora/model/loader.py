@@ -26,7 +26,7 @@ from vlora.kernels.quantized import (
     arrange,
     why_dynamic_is_slower,
 )
-from vlora.model.checkpoint import StoredRows, check, read
+from vlora.model.checkpoint import ReusedMemory, StoredRows, check, declared_weights, read
 from vlora.model.decoder_config import DecoderConfig, lm_head_format, read_config
 from vlora.model.folder_checks import check_weights
 from vlora.model.quantized_checkpoint import Parts, read_quantized
@@ -141,13 +141,15 @@ def _read_floats(
     for name, (file, key) in stored.items():
         if name in targets:
             by_file[file].append((name, key))
+    memory = ReusedMemory()
     for file, entries in by_file.items():
-        with open_weights(file) as opened:
-            for name, key in entries:
-                part = _part(read(opened, file, key), name, names.stored(key))
-                _store(targets[name], part, f"{file} holds '{key}'")
-                if head is not None and config.tied and name == names.embedding:
-                    _store(head, part, f"{file} holds '{key}'")
+        declared = declared_weights(file)
+        for name, key in entries:
+            tensor = memory.read(file, key, declared[key])
+            part = _part(tensor, name, names.stored(key))
+            _store(targets[name], part, f"{file} holds '{key}'")
+            if head is not None and config.tied and name == names.embedding:
+                _store(head, part, f"{file} holds '{key}'")
     return tensors
 
 
@@ -286,18 +288,21 @@ def find_weights(
 
 
 def quantized_parts(folder: Path, config: DecoderConfig) -> dict[MatrixId, Parts]:
-    """Return functions that read each part of each quantized matrix, by the part's name."""
+    """Return functions that read each part of each quantized matrix, by the part's name.
+
+    A part is valid until the same part of another matrix is read.
+    """
     matrices = {
         config.names.matrix(layer, target): (layer, target)
         for layer in range(config.layers)
         for target in TARGETS
     }
     parts: dict[MatrixId, Parts] = {matrix: {} for matrix in matrices.values()}
+    memories: dict[str, ReusedMemory] = defaultdict(ReusedMemory)
     for file in weight_files(folder):
-        opened = open_weights(file)
-        for key in opened.keys():  # noqa: SIM118
+        for key, declared in declared_weights(file).items():
             module, _, part = key.rpartition(".")
             matrix = matrices.get(config.names.without_prefix(f"{module}.weight") or "")
             if matrix is not None:
-                parts[matrix][part] = partial(read, opened, file, key)
+                parts[matrix][part] = partial(memories[part].read, file, key, declared)
     return parts

@@ -22,7 +22,7 @@ from vlora.atomic_file import new_folder
 from vlora.errors import InvalidArgument
 from vlora.kernels.formats import Format
 from vlora.kernels.quantize import quantize
-from vlora.kernels.quantized import SYMMETRIC_ZERO, ZERO_STEPS, allocate, unpack
+from vlora.kernels.quantized import SYMMETRIC_ZERO, ZERO_STEPS, allocate, in_order
 from vlora.model.checkpoint import check, read
 from vlora.model.decoder_config import DecoderConfig
 from vlora.model.folder_checks import CONFIG, TOWER, read_object
@@ -194,8 +194,9 @@ def quantized_parts(weight: torch.Tensor, form: Format) -> dict[str, torch.Tenso
     matrix = allocate(form, rows, depth, torch.float32)
     quantize(weight, matrix, whole_zeros=True)
     groups = depth // (form.group or depth)
+    packed = in_order(matrix.values) if form.bits == 4 else matrix.values ^ 128
     parts = {
-        "weight_packed": pack_words(unpack(matrix) + (128 if form.bits == 8 else 0), form.bits),
+        "weight_packed": packed[:, : -(-depth * form.bits // 32) * 4].view(torch.int32),
         "weight_shape": torch.tensor(weight.shape),
         "weight_scale": matrix.scales[:, :groups].to(min(weight.dtype, torch.float32, key=_size)),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ WIDE, NARROW = (48, 144), (144, 48)
 def check_encoder(
     encoder: VisionEncoder | TextOnlyEncoder, config: DecoderConfig, folder: Path
 ) -> None:
-    """Encode a wide picture, a narrow one, and a clip of two frames.
+    """Encode a wide picture, a narrow one, and a clip of two frames, unless the same work is done.
 
     Raises InvalidArgument, which names the folder, if one fails or has features that the decoder
     cannot take.
@@ -29,12 +30,18 @@ def check_encoder(
     if isinstance(encoder, TextOnlyEncoder):
         return
     service = EncoderService(encoder, FeatureCache(0))
+    known: list[dict[str, object]] = []
     for name, images in (
         ("a wide picture", [_picture(WIDE)]),
         ("a narrow picture", [_picture(NARROW)]),
         ("a clip of two frames", [_picture(WIDE, is_frame=True)] * 2),
     ):
         try:
+            # Many processors give all pictures one size, and a tower may take seconds for each.
+            work = _work(encoder, images)
+            if all(one in known for one in work):
+                continue
+            known += work
             (encoded,) = service.run([images])
             features = ImageFeatures(encoded.features, encoded.layout)
             features.check(config.feature_width)
@@ -47,6 +54,17 @@ def check_encoder(
                 f"model: {folder}: encoding {name} at the start failed, so that requests would"
                 f" fail: {in_one_line(error)}"
             ) from error
+
+
+def _work(encoder: VisionEncoder, images: Sequence[DecodedImage]) -> list[dict[str, object]]:
+    """Return what the work of the tower depends on: shapes, and integers such as grids."""
+    return [
+        {
+            name: values.shape if values.is_floating_point() else values.tolist()
+            for name, values in encoder.preprocess(one.image).items()
+        }
+        for one in encoder.prepare(images)
+    ]
 
 
 def _picture(size: tuple[int, int], *, is_frame: bool = False) -> DecodedImage:

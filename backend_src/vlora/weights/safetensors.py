@@ -23,6 +23,7 @@ from safetensors import safe_open
 
 # Supported types of stored tensors. Types of 8 bits are not supported, since they need scales.
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8}
 
 MAX_BUFFERS = 1024  # Maximum number of buffers per call of `preadv` (IOV_MAX).
 
@@ -157,11 +158,12 @@ def _read_into(path: Path, parts: Sequence[memoryview | int]) -> None:
             if isinstance(part, memoryview):
                 contiguous.append(part)
             else:
-                offset = _fill(file.fileno(), offset, contiguous) + part
+                offset = read_at(file.fileno(), offset, contiguous) + part
                 contiguous = []
 
 
-def _fill(descriptor: int, offset: int, buffers: Sequence[memoryview]) -> int:
+def read_at(descriptor: int, offset: int, buffers: Sequence[memoryview]) -> int:
+    """Fill buffers from an offset of a file on, and return where they end. Raise EOFError."""
     left = [buffer for buffer in buffers if buffer.nbytes]
     while left:
         count = os.preadv(descriptor, left[:MAX_BUFFERS], offset)
