@@ -98,11 +98,11 @@ class ImageFeatures:
         """Numbers of images, and of frames that belong to no video file. Raises InvalidArgument for
         too many frames per row, and for fewer than the files have.
         """
-        frames = self.layout[:, 5].astype(np.int64)
+        frames = self.layout[:, 5].astype(np.int64).clip(0)  # `check` refuses negative ones.
         limit = MAX_FRAMES_PER_ROW * len(self.features)
-        if frames.clip(0).sum() > limit:
+        if frames.sum() > limit:
             raise InvalidArgument(
-                f"'image_layout' has {frames.clip(0).sum()} frames in column is_video;"
+                f"'image_layout' has {frames.sum()} frames in column is_video;"
                 f" {len(self.features)} rows of 'image_features' show at most {limit}"
             )
         rest = int(frames.sum()) - sum(video.frames for video in self.videos)
