@@ -58,24 +58,23 @@ void bind_quantized(py::module_& m) {
     const runtime::KernelCall call;
     return quantized::multiply_bytes(rounds, threads);
   });
-  m.def("quantize",
-        [](uintptr_t weights, bool bf16, ptrdiff_t stride, int bits, uintptr_t values,
-           uintptr_t scales, uintptr_t zeros, int64_t n, int64_t k, int group_shift,
-           bool whole_zeros, int threads) {
-          const quantized::Quantization quantization{bf16 ? Dtype::kBf16 : Dtype::kFp32,
-                                                     reinterpret_cast<const void*>(weights),
-                                                     stride,
-                                                     bits,
-                                                     reinterpret_cast<uint8_t*>(values),
-                                                     reinterpret_cast<float*>(scales),
-                                                     reinterpret_cast<int8_t*>(zeros),
-                                                     n,
-                                                     k,
-                                                     group_shift,
-                                                     whole_zeros};
-          const runtime::KernelCall call;
-          return quantized::quantize(quantization, threads);
-        });
+  m.def("quantize", [](uintptr_t weights, bool bf16, ptrdiff_t stride, int bits, uintptr_t values,
+                       uintptr_t scales, uintptr_t zeros, int64_t n, int64_t k, int group_shift,
+                       bool whole_zeros, int threads) {
+    const quantized::Quantization quantization{bf16 ? Dtype::kBf16 : Dtype::kFp32,
+                                               reinterpret_cast<const void*>(weights),
+                                               stride,
+                                               bits,
+                                               reinterpret_cast<uint8_t*>(values),
+                                               reinterpret_cast<float*>(scales),
+                                               reinterpret_cast<int8_t*>(zeros),
+                                               n,
+                                               k,
+                                               group_shift,
+                                               whole_zeros};
+    const runtime::KernelCall call;
+    return quantized::quantize(quantization, threads);
+  });
   m.def("interleave", [](int bits, uintptr_t values, uintptr_t scales, uintptr_t zeros, int64_t n,
                          int64_t row_bytes, int64_t groups, int64_t panel_rows, int threads) {
     const runtime::KernelCall call;

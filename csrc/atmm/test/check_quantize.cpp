@@ -42,7 +42,8 @@ void check_rows(const quantized::Kernels& kernels) {
   std::vector<float> scales(size_t(n * sizes.groups()));
   std::vector<int8_t> zeros(bits == 4 ? scales.size() : 0);
   const quantized::Quantization q{dtype,         weights.bytes.get(), stride, bits, values.data(),
-                                  scales.data(), zeros.data(),        n,      k,    shift, false};
+                                  scales.data(), zeros.data(),        n,      k,    shift,
+                                  false};
   const int64_t from = draw(0, n - 1), to = draw(from + 1, n);
   require(kernels.quantize(q, from, to) == -1, "finite weights are refused");
   const quantized::Weight w = q.result();
@@ -78,7 +79,8 @@ void check_bad_row(const quantized::Kernels& kernels) {
   std::vector<float> scales(size_t(n * sizes.groups()));
   std::vector<int8_t> zeros(scales.size());
   const quantized::Quantization q{Dtype::kFp32,  weights.data(), k, bits, values.data(),
-                                  scales.data(), zeros.data(),   n, k,    5,     false};
+                                  scales.data(), zeros.data(),   n, k,    5,
+                                  false};
   require(kernels.quantize(q, 0, n) == bad, "a row that is not finite is not found");
 }
 
