@@ -12,6 +12,7 @@ from collections import deque
 from typing import Any
 
 import httptools
+import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from vlora.errors import shown
@@ -37,6 +38,20 @@ MIN_CHUNK_BYTES = 1024
 
 # Maximum number of requests on a connection that wait until earlier ones are answered.
 MAX_WAITING = 16
+
+
+def server_config(app: Any, connection: type[LimitedConnection], **more: Any) -> uvicorn.Config:
+    """Return uvicorn's settings of a server that logs nothing and trusts no header of a proxy."""
+    return uvicorn.Config(
+        app,
+        http=connection,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        ws="none",
+        **more,
+    )
 
 
 class LimitedConnection(HttpToolsProtocol):

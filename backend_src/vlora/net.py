@@ -22,6 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from urllib.parse import quote
 
 from vlora.errors import ServerError
 
@@ -94,6 +95,33 @@ def grpc_options(address: str, tls: Tls | None = None) -> tuple[tuple[str, int |
     return tuple(options)
 
 
+def aio_channel(address: str, tls: Tls | None, options: Sequence[tuple[str, int]] = ()) -> Any:
+    """Return an asynchronous gRPC channel. Other code limits the sizes of its messages."""
+    import grpc.aio
+
+    sizes = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
+    every = (*sizes, *options, *grpc_options(address, tls))
+    if tls is None:
+        return grpc.aio.insecure_channel(address, every)
+    return grpc.aio.secure_channel(address, tls.credentials(), every)
+
+
+# Header by which Envoy selects one of several servers.
+ROUTING_HEADER = "x-lora-adapter"
+
+
+def routing_headers(adapter: object, stream_id: object = None) -> tuple[tuple[str, str], ...]:
+    """Return the header by which Envoy selects a server: the adapter, with the stream if any.
+
+    An adapter is loaded by one server then, and all chunks of a camera reach one, where a newer one
+    supersedes those before it. Values may have any type, since the server checks them.
+    """
+    if not (adapter or stream_id):
+        return ()
+    parts = ("" if part is None else quote(str(part), safe="") for part in (adapter, stream_id))
+    return ((ROUTING_HEADER, "/".join(parts).rstrip("/")),)
+
+
 # Pattern of a gRPC address, HOST:PORT or dns:///HOST:PORT. Its group matches the port.
 GRPC_ADDRESS = re.compile(r"(?:dns:///)?[^/\s]+:(\d{1,5})")
 
@@ -149,6 +177,14 @@ def load_grpc_stubs() -> tuple[ModuleType, ModuleType]:
 def string_parts(values: Iterable[bytes]) -> list[bytes]:
     """Return the parts of a BYTES tensor in Triton's encoding: each value's length, then itself."""
     return [part for value in values for part in (struct.pack("<I", len(value)), value)]
+
+
+def add_strings(request: Any, tensors: Mapping[str, Sequence[bytes]]) -> None:
+    """Add inputs of type BYTES to a `ModelInferRequest`, but those without values."""
+    for name, values in tensors.items():
+        if values:
+            request.inputs.add(name=name, datatype="BYTES", shape=[len(values)])
+            request.raw_input_contents.append(b"".join(string_parts(values)))
 
 
 def outputs_of(response: Any) -> dict[str, list[Any]]:

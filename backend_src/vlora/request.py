@@ -95,8 +95,8 @@ class ImageFeatures:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Numbers of images, and of frames that belong to no video file. Raises InvalidArgument for
-        too many frames per row, and for fewer than the files have.
+        """Number of images, and number of frames that are not those of a video file. Raises
+        InvalidArgument for too many frames per row, and for fewer than the files have.
         """
         frames = self.layout[:, 5].astype(np.int64).clip(0)  # `check` refuses negative ones.
         limit = MAX_FRAMES_PER_ROW * len(self.features)

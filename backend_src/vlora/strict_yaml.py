@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
@@ -9,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from vlora.errors import InvalidArgument, nearest, shown
 
+MAX_BYTES = 1 << 20
 # Maximum number of values. The values behind an alias count each time that the alias is used.
 MAX_VALUES = 100_000
 MAX_PROBLEMS = 5  # Maximum number of problems that one error message lists.
@@ -16,6 +18,17 @@ MAX_PROBLEMS = 5  # Maximum number of problems that one error message lists.
 # Numbers that are neither YAML's `true` nor quoted.
 Int = Annotated[int, Field(strict=True)]
 Float = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+
+
+def read_yaml(path: Path) -> Any:
+    """Return the value in a YAML file. Raises InvalidArgument, also for a file above MAX_BYTES."""
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise InvalidArgument(f"{path} has more than {MAX_BYTES} bytes")
+        content = path.read_bytes()
+    except OSError as error:
+        raise InvalidArgument(f"{path} cannot be read: {error.strerror}") from error
+    return load_yaml(content, str(path))
 
 
 def load_yaml(content: bytes, what: str) -> Any:

@@ -11,6 +11,17 @@
 namespace py = pybind11;
 using namespace vlora;
 
+namespace {
+
+quantized::Product product_of(const quantized::Weight& weight, uintptr_t y, ptrdiff_t y_stride,
+                              uintptr_t x, ptrdiff_t x_stride, int64_t rows, uintptr_t bias) {
+  return {
+      weight,   reinterpret_cast<const float*>(x),   rows, x_stride, reinterpret_cast<float*>(y),
+      y_stride, reinterpret_cast<const float*>(bias)};
+}
+
+}  // namespace
+
 void bind_quantized(py::module_& m) {
   m.doc() = "Products with matrices of int8 or int4 weights.";
   m.attr("BLOCK") = quantized::kBlock;
@@ -18,38 +29,38 @@ void bind_quantized(py::module_& m) {
   m.attr("ZERO_STEP") = quantized::kZeroStep;
   m.attr("WHOLE_ROW") = quantized::Weight::kWholeRow;
   m.def("preferred_panel_rows", &quantized::preferred_panel_rows);
-  m.def("multiply", [](uintptr_t y, ptrdiff_t y_stride, uintptr_t x, ptrdiff_t x_stride,
-                       int64_t rows, int bits, uintptr_t values, uintptr_t scales, uintptr_t zeros,
-                       int64_t n, int64_t k, int group_shift, int64_t panel_rows, uintptr_t bias,
-                       bool bf16, int threads) {
-    const quantized::Product product{
-        {bits, reinterpret_cast<const uint8_t*>(values), reinterpret_cast<const float*>(scales),
-         reinterpret_cast<const int8_t*>(zeros), n, k, group_shift, panel_rows},
-        reinterpret_cast<const float*>(x),
-        rows,
-        x_stride,
-        reinterpret_cast<float*>(y),
-        y_stride,
-        reinterpret_cast<const float*>(bias)};
-    const Dtype dtype = bf16 ? Dtype::kBf16 : Dtype::kFp32;
-    steps::perform({threads}, [product, dtype](const steps::Inputs& inputs) {
-      quantized::multiply(product, dtype, inputs.threads);
-    });
-  });
+  m.def("multiply",
+        [](uintptr_t y, ptrdiff_t y_stride, uintptr_t x, ptrdiff_t x_stride, int64_t rows, int bits,
+           uintptr_t values, uintptr_t scales, uintptr_t zeros, int64_t n, int64_t k,
+           int group_shift, int64_t panel_rows, uintptr_t bias, bool bf16, int threads) {
+          const quantized::Weight weight{bits,
+                                         reinterpret_cast<const uint8_t*>(values),
+                                         reinterpret_cast<const float*>(scales),
+                                         reinterpret_cast<const int8_t*>(zeros),
+                                         n,
+                                         k,
+                                         group_shift,
+                                         panel_rows};
+          const auto product = product_of(weight, y, y_stride, x, x_stride, rows, bias);
+          const Dtype dtype = bf16 ? Dtype::kBf16 : Dtype::kFp32;
+          steps::perform({threads}, [product, dtype](const steps::Inputs& inputs) {
+            quantized::multiply(product, dtype, inputs.threads);
+          });
+        });
   m.attr("DYNAMIC_GROUP") = quantized::kDynamicGroup;
   m.def("multiplies_bytes", &quantized::multiplies_bytes);
   m.def("multiply_dynamic",
         [](uintptr_t y, ptrdiff_t y_stride, uintptr_t x, ptrdiff_t x_stride, int64_t rows,
            uintptr_t values, uintptr_t scales, int64_t n, int64_t k, uintptr_t bias, int threads) {
-          const quantized::Product product{
-              {8, reinterpret_cast<const uint8_t*>(values), reinterpret_cast<const float*>(scales),
-               nullptr, n, k, quantized::Weight::kWholeRow, quantized::kDynamicPanel},
-              reinterpret_cast<const float*>(x),
-              rows,
-              x_stride,
-              reinterpret_cast<float*>(y),
-              y_stride,
-              reinterpret_cast<const float*>(bias)};
+          const quantized::Weight weight{8,
+                                         reinterpret_cast<const uint8_t*>(values),
+                                         reinterpret_cast<const float*>(scales),
+                                         nullptr,
+                                         n,
+                                         k,
+                                         quantized::Weight::kWholeRow,
+                                         quantized::kDynamicPanel};
+          const auto product = product_of(weight, y, y_stride, x, x_stride, rows, bias);
           steps::perform({threads}, [product](const steps::Inputs& inputs) {
             quantized::multiply_dynamic(product, inputs.threads);
           });

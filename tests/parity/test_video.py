@@ -128,9 +128,8 @@ class Request:
 
     def _sampled(self, data: bytes) -> tuple[list[DecodedImage], VideoMetadata]:
         sampled = self.family.service.sample
-        plan = plan_video(
-            data, "video 0", lambda total, fps, _: sampled(self.sampling, total, fps), 1 << 24
-        )
+        plan = plan_video(data, "video 0", 1 << 24)
+        plan = plan.with_indices(sampled(self.sampling, plan.total, plan.fps))
         frames = [DecodedImage(rgb, True) for rgb in read_frames(data, "video 0", plan)]
         indices = list(plan.indices)
         return frames, VideoMetadata(plan.total, fps=plan.fps, frames_indices=indices)

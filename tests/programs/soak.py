@@ -465,7 +465,7 @@ def soak(
     checkpoint: Path, folder: Path, seed: int, requests: int, rate: float, faults: Sequence[str]
 ) -> Iterator[Soak]:
     """Start the replicas in a folder, learn the reference answers, and yield the run."""
-    # Linux opens sockets only in folders with short paths.
+    # The path of a Unix socket has at most 107 bytes.
     with tempfile.TemporaryDirectory(prefix="soak-") as disk:
         yield from _started(checkpoint, folder, Path(disk), seed, requests, rate, faults)
 

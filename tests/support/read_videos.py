@@ -30,7 +30,8 @@ def outcomes(data: Sequence[bytes]) -> str:
 
 def _outcome(data: bytes) -> str:
     try:
-        plan = plan_video(data, "video 0", lambda total, *_: range(min(total, 20)), len(data))
+        plan = plan_video(data, "video 0", len(data))
+        plan = plan.with_indices(range(min(plan.total, 20)))
         shapes = [rgb.shape for rgb in read_frames(data, "video 0", plan)]
     except InvalidArgument as error:
         return "i" if str(error).startswith("video 0 ") else "?"

@@ -143,7 +143,7 @@ class Clients:
             await one.close()
 
     async def learn(self, asking: Asking) -> None:
-        """Ask for the reference answers, of all versions of the adapters."""
+        """Get the answers to compare with: each question, with each version of its adapter."""
         await self.open()
         few = asyncio.Semaphore(8)
 
@@ -269,7 +269,7 @@ class Clients:
 
 
 class _Received:
-    """Bytes that `HTTPResponse` reads as from a socket."""
+    """Received bytes, with the method of a socket that `HTTPResponse` reads from."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data

@@ -26,15 +26,20 @@ from vlora.gateway import backend
 from vlora.gateway.app import Gateway
 from vlora.gateway.backend import (
     RECONNECT_SECONDS,
-    ROUTING_HEADER,
     Backend,
     Question,
-    routing_headers,
     wait_for_first_answer,
 )
 from vlora.gateway.errors import STATUSES, ApiError, from_grpc
 from vlora.gateway.options import GatewayOptions
-from vlora.net import Tls, choose_ports, grpc_options, load_grpc_stubs
+from vlora.net import (
+    ROUTING_HEADER,
+    Tls,
+    choose_ports,
+    grpc_options,
+    load_grpc_stubs,
+    routing_headers,
+)
 
 service_pb2, service_pb2_grpc = load_grpc_stubs()
 
@@ -174,8 +179,8 @@ def test_a_question_that_a_server_hands_over_is_sent_again_once(
             asyncio.run(ask())
     assert server.calls == calls
     assert {one[ROUTING_HEADER] for one in server.headers} == {"Gr%C3%BC%C3%9Fe%2F1/gate%202"}
-    assert routing_headers({"lora_name": "a"}) == ((ROUTING_HEADER, "a"),)
-    assert routing_headers({"temperature": 0}) == ()
+    assert routing_headers("a") == ((ROUTING_HEADER, "a"),)
+    assert routing_headers(None) == ()
 
 
 @pytest.mark.parametrize("size", [1, 80_000_000])

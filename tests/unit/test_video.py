@@ -43,7 +43,8 @@ LIMIT = 1 << 24
 
 def read(data: bytes, *wanted: int) -> tuple[VideoPlan, list[np.ndarray]]:
     """Return a file's plan and its frames with the numbers `wanted`, or all."""
-    plan = plan_video(data, "video 0", lambda total, fps, duration: wanted or range(total), LIMIT)
+    plan = plan_video(data, "video 0", LIMIT)
+    plan = plan.with_indices(wanted or range(plan.total))
     return plan, list(read_frames(data, "video 0", plan))
 
 
@@ -184,7 +185,7 @@ def test_instead_of_a_frame_that_cannot_be_decoded_another_is_used(first: int) -
 def test_only_frames_that_sampled_ones_depend_on_are_decoded(
     kind: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = plan_video(KINDS[kind](), "video 0", lambda *_: (20, 22), LIMIT)
+    plan = plan_video(KINDS[kind](), "video 0", LIMIT).with_indices((20, 22))
     decoded, decode = [], video._decoded
     monkeypatch.setattr(video, "_decoded", lambda *of: decoded.extend(of[1:]) or decode(*of))
     assert len(list(read_frames(KINDS[kind](), "video 0", plan))) == 2
@@ -328,9 +329,8 @@ def test_a_file_is_sampled_as_by_transformers(tmp_path: Path) -> None:
         str(path), backend="pyav", sample_indices_fn=lambda metadata: stock.sample_frames(metadata)
     )
     sampler = partial(vision_family("qwen3_vl").sample_frames, {}, VideoSampling())
-    plan = plan_video(
-        path.read_bytes(), "video 0", lambda total, fps, duration: sampler(total, fps), LIMIT
-    )
+    plan = plan_video(path.read_bytes(), "video 0", LIMIT)
+    plan = plan.with_indices(sampler(plan.total, plan.fps))
     assert_same(list(read_frames(path.read_bytes(), "video 0", plan)), list(frames))
     assert list(plan.indices) == list(metadata.frames_indices)
     assert list(plan.seconds) == metadata.timestamps

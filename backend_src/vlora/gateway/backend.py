@@ -11,22 +11,27 @@ import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import quote
 
 import grpc
 import grpc.aio
 
 from vlora.errors import SHUTTING_DOWN, from_message
 from vlora.gateway.errors import ApiError, from_grpc, from_server
-from vlora.net import Tls, grpc_options, load_grpc_stubs, outputs_of, string_parts
+from vlora.net import (
+    Tls,
+    add_strings,
+    aio_channel,
+    load_grpc_stubs,
+    outputs_of,
+    routing_headers,
+    string_parts,
+)
 
 service_pb2, _ = load_grpc_stubs()
 METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
 MODEL = "lmm"
 CONTROL_SECONDS = 5.0  # Time limit in seconds of a request for the server's description.
 DESCRIPTION_SECONDS = 1.0  # Seconds for which a description is reused.
-# Header by which Envoy selects one of several servers.
-ROUTING_HEADER = "x-lora-adapter"
 # Maximum number of bytes of all requests that are kept to be sent again.
 MAX_KEPT_BYTES = 256 * 1024 * 1024
 
@@ -40,13 +45,7 @@ HEAD_OUTPUTS = ("head_scores", "head_labels")
 # Maximum number of seconds between two attempts to connect. gRPC's default is two minutes, so a
 # server that starts after the gateway would be noticed late.
 RECONNECT_SECONDS = 2.0
-
-OPTIONS = (
-    # Other code limits the sizes of requests and answers.
-    ("grpc.max_send_message_length", -1),
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.max_reconnect_backoff_ms", int(1000 * RECONNECT_SECONDS)),
-)
+OPTIONS = (("grpc.max_reconnect_backoff_ms", int(1000 * RECONNECT_SECONDS)),)
 
 
 Headers = tuple[tuple[str, str], ...]
@@ -152,11 +151,7 @@ class Backend:
 
     def __init__(self, address: str, answer_seconds: float, tls: Tls | None = None) -> None:
         self._answer_seconds = answer_seconds
-        options = (*OPTIONS, *grpc_options(address, tls))
-        if tls is None:
-            self._channel = grpc.aio.insecure_channel(address, options)
-        else:
-            self._channel = grpc.aio.secure_channel(address, tls.credentials(), options)
+        self._channel = aio_channel(address, tls, OPTIONS)
         # Requests are sent as bytes, which `_request` serializes.
         self._stream = self._channel.stream_stream(
             METHOD, response_deserializer=service_pb2.ModelStreamInferResponse.FromString
@@ -181,7 +176,7 @@ class Backend:
         on_sent: called when the question has been sent.
         """
         sampling = question.sampling
-        route = routing_headers(sampling)
+        route = routing_headers(sampling.get("lora_name"), sampling.get("stream_id"))
         unsent = [_request(question)]
         del question  # Free the encoded images.
         answers = TimedCall(self._stream(metadata=route), self._answer_seconds)
@@ -277,30 +272,15 @@ class Backend:
             call.cancel()
 
 
-def routing_headers(sampling: Mapping[str, Any]) -> Headers:
-    """Return the header by which Envoy selects a server: the adapter, with the stream if any.
-
-    All chunks of a camera must reach one server, since a newer one supersedes those before it.
-    """
-    parts = [sampling.get(key) for key in ("lora_name", "stream_id")]
-    if not any(parts):
-        return ()
-    texts = ["" if part is None else quote(str(part), safe="") for part in parts]
-    return ((ROUTING_HEADER, "/".join(texts).rstrip("/")),)
-
-
 def _request(question: Question) -> bytes:
     request = service_pb2.ModelInferRequest(model_name=MODEL, id=question.id)
     request.parameters["triton_enable_empty_final_response"].bool_param = True
     strings = {
-        "text_input": question.text,
-        "sampling_parameters": json.dumps(question.sampling),
-        "task": question.task,
+        "text_input": [question.text.encode()],
+        "sampling_parameters": [json.dumps(question.sampling).encode()],
+        "task": [] if question.task is None else [question.task.encode()],
     }
-    for name, text in strings.items():
-        if text is not None:
-            request.inputs.add(name=name, datatype="BYTES", shape=[1])
-            request.raw_input_contents.append(b"".join(string_parts([text.encode()])))
+    add_strings(request, strings)
     flags = {
         "stream": question.stream,
         "exclude_input_in_output": True,

@@ -16,7 +16,7 @@ from vlora.gateway.app import make_app
 from vlora.gateway.bodies import DISCARD_SECONDS
 from vlora.gateway.door import App
 from vlora.gateway.options import GatewayOptions
-from vlora.http_connection import LimitedConnection
+from vlora.http_connection import LimitedConnection, server_config
 from vlora.net import (
     GRPC_ADDRESS,
     MAX_PORT,
@@ -70,14 +70,9 @@ class Server(uvicorn.Server):
     failure: ServerError | None = None
 
     def __init__(self, app: App, grace_seconds: float) -> None:
-        config = uvicorn.Config(
+        config = server_config(
             app,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            http=LimitedConnection,
-            ws="none",
+            LimitedConnection,
             lifespan="on",
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=math.ceil(grace_seconds) + LAST_SECONDS,

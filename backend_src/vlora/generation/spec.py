@@ -10,10 +10,9 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from vlora.errors import InvalidArgument, nearest, shown
 from vlora.strict_json import load_object
-from vlora.strict_yaml import Float, Int, StrictModel, describe, load_yaml
+from vlora.strict_yaml import Float, Int, StrictModel, describe, read_yaml
 from vlora.tasks import TASKS
 
-MAX_SPEC_BYTES = 1 << 20
 TRAINED_TASKS = tuple(task for task, spec in TASKS.items() if spec.instruction is not None)
 TRAINED_MODEL_TYPE = "llava"
 # These tasks require the metric f1_iou50; other tasks must not use it.
@@ -223,13 +222,7 @@ class Spec(StrictModel):
 
 def read_spec(path: Path) -> Spec:
     """Return the specification in a YAML file, with absolute paths. Raises InvalidArgument."""
-    try:
-        if path.stat().st_size > MAX_SPEC_BYTES:
-            raise InvalidArgument(f"{path} has more than {MAX_SPEC_BYTES} bytes")
-        content = path.read_bytes()
-    except OSError as error:
-        raise InvalidArgument(f"{path} cannot be read: {error.strerror}") from error
-    loaded = load_yaml(content, str(path))
+    loaded = read_yaml(path)
     try:
         spec = Spec.model_validate(loaded)
     except ValidationError as error:

@@ -267,7 +267,7 @@ class TritonServer(Addressed):
             "--disable-auto-complete-config",
             "--reuse-http-port=false",
             "--reuse-grpc-port=false",
-            # By default, 8 request objects stay allocated for reuse, with contents of any size.
+            # By default, Triton keeps 8 request objects, with their contents, for reuse.
             "--grpc-infer-allocation-pool-size=0",
             # Limits how long the server takes to end after a SIGTERM from another process. `stop`
             # itself sends SIGTERM only when no request is running.

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlsplit
 
 import grpc
 import grpc.aio
@@ -19,19 +19,18 @@ from vlora.net import (
     GRPC_ADDRESS,
     MAX_PORT,
     Tls,
-    grpc_options,
+    add_strings,
+    aio_channel,
     load_grpc_stubs,
     outputs_of,
     port_hint,
-    string_parts,
+    routing_headers,
 )
 
 service_pb2, service_pb2_grpc = load_grpc_stubs()
 STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
 SETUP_SECONDS = 10.0
 MAX_MESSAGE = 500  # Characters of a server's error that are kept.
-# Header by which a load balancer sends the requests of an adapter to the same server.
-ADAPTER_HEADER = "x-lora-adapter"
 
 # Inputs that ask for outputs, or for answers as they should be measured. Each is sent to a model
 # that has it.
@@ -89,10 +88,6 @@ class Target(Protocol):
     async def close(self) -> None: ...
 
 
-def _header(adapter: str | None) -> list[tuple[str, str]]:
-    return [] if adapter is None else [(ADAPTER_HEADER, quote(adapter))]
-
-
 class TritonTarget:
     """A model of a Triton server that has the vLLM backend's inputs, at HOST:PORT of its gRPC.
 
@@ -110,13 +105,7 @@ class TritonTarget:
         self._outputs: list[str] = []
 
     async def open(self) -> None:
-        limits = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
-        options = (*limits, *grpc_options(self._address, self._tls))
-        if self._tls is None:
-            self._channel = grpc.aio.insecure_channel(self._address, options)
-        else:
-            credentials = self._tls.credentials()
-            self._channel = grpc.aio.secure_channel(self._address, credentials, options)
+        self._channel = aio_channel(self._address, self._tls)
         self._stream = self._channel.stream_stream(
             STREAM,
             request_serializer=service_pb2.ModelInferRequest.SerializeToString,
@@ -150,7 +139,7 @@ class TritonTarget:
         await self._channel.close()
 
     async def ask(self, question: Question, answer: Answer) -> None:
-        request, metadata = self._request(question), _header(question.adapter)
+        request, metadata = self._request(question), routing_headers(question.adapter)
         try:
             if self._unary:
                 response = await self._stub.ModelInfer(request, metadata=metadata)
@@ -204,10 +193,7 @@ class TritonTarget:
             "image": [*content.images, *(() if as_clip else content.frames)],
             "frames": content.frames if as_clip else [],
         }
-        for name, values in strings.items():
-            if values:
-                request.inputs.add(name=name, datatype="BYTES", shape=[len(values)])
-                request.raw_input_contents.append(b"".join(string_parts(values)))
+        add_strings(request, strings)
         flags = FLAGS.keys() & (self._inputs - {"stream"} if self._unary else self._inputs)
         for name in flags:
             request.inputs.add(name=name, datatype="BOOL", shape=[1])
@@ -242,7 +228,7 @@ class OpenAiTarget:
     async def ask(self, question: Question, answer: Answer) -> None:
         body = json.dumps(self._body(question)).encode()
         url = f"{self._url}/chat/completions"
-        headers = [*self._headers, *_header(question.adapter)]
+        headers = [*self._headers, *routing_headers(question.adapter)]
         try:
             async with self._pool.stream("POST", url, headers=headers, content=body) as response:
                 if response.status != 200:

@@ -142,7 +142,7 @@ def _announce(connection: socket.socket, width: int, height: int) -> None:
 
 def _measure_video(data: bytes, name: str, limit: int, connection: socket.socket) -> None:
     """Send the size, number and frequency of a file's frames."""
-    plan = plan_video(data, name, lambda total, fps, seconds: (), limit)
+    plan = plan_video(data, name, limit)
     reply = REPLY.pack(FILE, plan.width, plan.height) + CONTENT.pack(plan.total, plan.fps)
     fork_server.send(connection, reply)
 

@@ -18,7 +18,7 @@ the extra `video`, and is imported where it is used.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,9 +27,6 @@ import numpy as np
 
 from vlora.errors import InvalidArgument
 from vlora.vision.pictures import ByteArray, check_size, unwrap
-
-# (number of frames, frames per second, seconds) → numbers of the sampled frames, ascending.
-Sampler = Callable[[int, float, float], Sequence[int]]
 
 CONTAINERS = "MP4, MOV, Matroska, WebM and MPEG-TS"
 # Codecs by FFmpeg's names, with their names in messages.
@@ -115,8 +112,8 @@ def is_video(data: bytes) -> bool:
     return _format_of(data) is not None
 
 
-def plan_video(data: bytes, name: str, sampler: Sampler, limit: int) -> VideoPlan:
-    """Count the frames of a file, decode the first, and return which of them are sampled.
+def plan_video(data: bytes, name: str, limit: int) -> VideoPlan:
+    """Count the frames of a file, decode the first, and return a plan that samples none yet.
 
     data: the file, or base64 of it.
     name: name of the element in error messages.
@@ -140,11 +137,7 @@ def plan_video(data: bytes, name: str, sampler: Sampler, limit: int) -> VideoPla
         height, width = first.height, first.width
         if is_transposed:
             height, width = width, height
-    try:
-        indices = sampler(total, fps, total / fps)
-    except InvalidArgument as error:
-        raise InvalidArgument(f"{name}: {error}") from None
-    return VideoPlan(width, height, (), (), fps, total, total / fps).with_indices(indices)
+    return VideoPlan(width, height, (), (), fps, total, total / fps)
 
 
 def read_frames(data: bytes, name: str, plan: VideoPlan) -> Iterator[ByteArray]:

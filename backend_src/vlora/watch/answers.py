@@ -1,4 +1,4 @@
-"""What a camera gives to the alerts, for each answer, and to the page, at any time."""
+"""Data that a camera gives to the alerts, for each answer, and to the page, at any time."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Answer:
 
 
 class CameraView(TypedDict):
-    """What the page shows of a camera.
+    """State and counts of a camera that the page shows.
 
     state: "running", "connecting", "waiting" or "stopped"; detail: why, without secrets.
     lag: seconds from the last frame of the last chunk to its answer. skipped: share of the chunks,

@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from urllib.parse import quote
 
 import grpc
 
@@ -19,7 +18,14 @@ from vlora.errors import (
     from_message,
     is_coded,
 )
-from vlora.net import grpc_options, load_grpc_stubs, outputs_of, port_hint, string_parts
+from vlora.net import (
+    add_strings,
+    aio_channel,
+    load_grpc_stubs,
+    outputs_of,
+    port_hint,
+    routing_headers,
+)
 from vlora.watch.answers import Answer
 from vlora.watch.chunks import Chunk
 from vlora.watch.config import Camera
@@ -28,7 +34,6 @@ from vlora.watch.pixels import Shot
 MODEL = "video_analytics"
 SETUP_SECONDS = 5.0
 EXTRA_SECONDS = 5.0  # Time for an answer beyond its deadline, which the server keeps.
-MAX_MESSAGE = -1  # Frames may exceed gRPC's 4 MB.
 
 
 class NoServer(ServerError):
@@ -41,10 +46,8 @@ class Analytics:
     def __init__(self, address: str) -> None:
         self._address = address
         self._messages, _ = load_grpc_stubs()
-        sizes = [(f"grpc.max_{way}_message_length", MAX_MESSAGE) for way in ("send", "receive")]
         # After a failure, gRPC would wait for up to two minutes before it connects again.
-        options = [*sizes, ("grpc.max_reconnect_backoff_ms", 5000), *grpc_options(address)]
-        self._channel = grpc.aio.insecure_channel(address, options)
+        self._channel = aio_channel(address, None, [("grpc.max_reconnect_backoff_ms", 5000)])
         service = "/inference.GRPCInferenceService"
         self._infer = self._channel.unary_unary(
             f"{service}/ModelInfer",
@@ -112,19 +115,9 @@ class Analytics:
             "frames": frames,
         }
         request = self._messages.ModelInferRequest(model_name=MODEL)
-        for name, values in strings.items():
-            if values:
-                request.inputs.add(name=name, datatype="BYTES", shape=[len(values)])
-                request.raw_input_contents.append(b"".join(string_parts(values)))
+        add_strings(request, strings)
         request.outputs.add(name="result")
         return request
-
-
-def routing_headers(adapter: str | None, stream_id: str) -> tuple[tuple[str, str], ...]:
-    """Return the header by which Envoy selects one of several servers: an adapter is loaded by one
-    of them then, and all chunks of a stream reach one, where newer ones supersede older ones."""
-    parts = [quote(part, safe="") for part in (adapter or "", stream_id)]
-    return (("x-lora-adapter", "/".join(parts)),)
 
 
 def is_full(error: Exception) -> bool:

@@ -32,7 +32,7 @@ class Frame:
 
 @dataclass(frozen=True, eq=False)
 class Chunk(Generic[T]):
-    """What was kept of evenly spaced frames of some seconds, all of one size.
+    """Evenly spaced frames of some seconds, all of one size: for each, the result of `keep`.
 
     began, ended: Unix seconds of the first and the last frame.
     """

@@ -17,7 +17,7 @@ from urllib.parse import quote, urlsplit
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from vlora.errors import InvalidArgument, nearest, shown
-from vlora.strict_yaml import Float, Int, StrictModel, describe, load_yaml
+from vlora.strict_yaml import Float, Int, StrictModel, describe, read_yaml
 from vlora.watch.page import PageOptions
 from vlora.watch.pixels import Region
 from vlora.watch.rules import AlertRule
@@ -25,7 +25,6 @@ from vlora.watch.sinks import SinkOptions
 from vlora.watch.sources import SYNTHETIC
 from vlora.watch.store import Retention
 
-MAX_FILE_BYTES = 1 << 20
 MAX_CAMERAS = 1000
 FAST_DEADLINE_MS = 120_000.0  # None of the chunks of a file that is read fast is to be lost.
 DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
@@ -297,13 +296,7 @@ def read_cameras(path: Path, variables: Mapping[str, str] = os.environ) -> Camer
     Relative paths start at the folder of the file.
     """
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise InvalidArgument(f"{path} has more than {MAX_FILE_BYTES} bytes")
-        content = path.read_bytes()
-    except OSError as error:
-        raise InvalidArgument(f"{path} cannot be read: {error.strerror}") from error
-    try:
-        found = Cameras.model_validate(load_yaml(content, str(path)))
+        found = Cameras.model_validate(read_yaml(path))
     except ValidationError as error:
         raise InvalidArgument(f"{path}: {_without_users(describe(error))}") from None
     except InvalidArgument as error:

@@ -10,7 +10,7 @@ MAX_LAGS = 10_000  # Lags of the last answers, of which the summary has quantile
 
 @dataclass
 class Counts:
-    """What happened to a camera since it was added.
+    """Counts of the chunks and connections of a camera since it was added.
 
     chunks: complete chunks. answered, skipped, errors: chunks that were answered, that the gate
         skipped, and whose request failed. lags: seconds from the last frame to the answer.

@@ -28,7 +28,7 @@ from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Mount, Route
 
 from vlora.errors import ServerError
-from vlora.http_connection import LimitedConnection
+from vlora.http_connection import LimitedConnection, server_config
 from vlora.net import choose_ports, is_local, reachable_host
 from vlora.static_pages import HEADERS, StaticPages
 from vlora.strict_yaml import StrictModel
@@ -93,7 +93,14 @@ class WatchPage:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family)
         app = Starlette(routes=_Handlers(cameras, desk).routes())
-        self._server = uvicorn.Server(_config(_Door(app, password)))
+        config = server_config(
+            _Door(app, password),
+            _Connection,
+            lifespan="off",
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=1,
+        )
+        self._server = uvicorn.Server(config)
         arguments = ([self._listener],)
         self._thread = threading.Thread(
             target=self._server.run, args=arguments, name="page", daemon=True
@@ -110,21 +117,6 @@ class WatchPage:
         self._server.should_exit = True
         self._thread.join(2.0)
         self._listener.close()
-
-
-def _config(app: _Door) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        ws="none",
-        lifespan="off",
-        http=_Connection,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=1,
-    )
 
 
 class _Door:
@@ -198,7 +190,7 @@ def _without_objects(record: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Handlers:
-    """What the paths of the page answer."""
+    """Answers of the paths of the page."""
 
     def __init__(self, cameras: Cameras, desk: AlertDesk) -> None:
         self._snapshot = _Snapshot(cameras, desk)

@@ -100,8 +100,8 @@ class Store:
         return self._folder / name if name in self._sizes else None
 
     def media_of(self, event: Event) -> dict[str, str | None]:
-        """Return the names of the picture and the clip of an event; None for what it lacks. A clip
-        of the begin stands in for a missing one of the end."""
+        """Return the names of the files with the picture and the clip of an event, or None for a
+        missing one. Without a clip of the end, that of the begin is named."""
         names = {
             "picture": (f"{event.id}.jpg",),
             "clip": (f"{event.id}-end.mp4", f"{event.id}-begin.mp4"),

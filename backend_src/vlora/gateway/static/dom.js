@@ -20,6 +20,14 @@ export function showMessage(target, text) {
   target.hidden = !text;
 }
 
+/** Show the state of the connection: "ok", "wait" or "bad". */
+export function showStatus(state, text) {
+  const status = byId("status");
+  if (status.textContent === text) return;
+  status.dataset.state = state;
+  status.textContent = text;
+}
+
 /** Fill a <dl> with pairs of a name and a value. */
 export function showPairs(list, pairs) {
   const rows = pairs.map(([name, value]) =>

@@ -2,7 +2,7 @@
 
 import { Api } from "./api.js";
 import { Column } from "./column.js";
-import { byId } from "./dom.js";
+import { byId, showStatus } from "./dom.js";
 import { loadExamples, showExamples } from "./gallery.js";
 import { Live } from "./live.js";
 import { messagePart } from "./media.js";
@@ -93,13 +93,6 @@ async function chooseExample(entry, file) {
   columns[1].choose(base, entry.task);
   showTask();
   if ((await stage.load(file)) && mode() !== "live") ask(active());
-}
-
-function showStatus(state, text) {
-  const status = byId("status");
-  if (status.textContent === text) return;
-  status.dataset.state = state;
-  status.textContent = text;
 }
 
 /** Read the list of models, now and from time to time. */

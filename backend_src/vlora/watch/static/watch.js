@@ -1,7 +1,7 @@
 // The page of `vlora watch`: reads the state once a second, and changes only the cards that differ.
 // Answers of models and names of cameras are set as text, never as markup.
 
-import { byId, element, showPairs } from "./dom.js";
+import { byId, element, showPairs, showStatus } from "./dom.js";
 
 const MILLISECONDS = 1000;
 const RETRY_MILLISECONDS = 3000;
@@ -92,13 +92,6 @@ function showSinks(sinks) {
   const away = Object.entries(sinks).filter(([, sink]) => sink.away);
   const parts = away.map(([name, sink]) => element("span", {}, `${name}: ${sink.away}, ${sink.queued} waiting. `));
   byId("sinks").replaceChildren(...parts);
-}
-
-function showStatus(state, text) {
-  const status = byId("status");
-  if (status.textContent === text) return;
-  status.dataset.state = state;
-  status.textContent = text;
 }
 
 async function refresh() {
