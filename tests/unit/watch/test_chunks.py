@@ -79,7 +79,7 @@ def test_a_view_is_the_bounding_box_of_the_regions_and_never_enlarges() -> None:
 def test_lazy_decoding_yields_the_same_frames_for_less_work(
     tmp_path: Path, spacing: float, b_frames: str
 ) -> None:
-    av = pytest.importorskip("av")
+    av = pytest.importorskip("av", reason="the extra watch is not installed")
     from vlora.watch.streams import LazyDecoder
 
     path = write_video(
@@ -114,7 +114,7 @@ def test_lazy_decoding_yields_the_same_frames_for_less_work(
 
 
 def clock(is_live: bool = True):
-    streams = pytest.importorskip("vlora.watch.streams")
+    streams = pytest.importorskip("vlora.watch.streams", reason="the extra watch is not installed")
     now = [1000.0]
     counts = Counts()
     return streams.StreamClock(is_live, counts, lambda: now[0]), now, counts
