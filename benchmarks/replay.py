@@ -190,10 +190,11 @@ class Simulation:
         has_deadline = traced.deadline < math.inf
         deadline_ms = 1e3 * traced.deadline if has_deadline else None
         params = SamplingParams(max_tokens=traced.limit, deadline_ms=deadline_ms)
+        adapter = resident_adapter(traced.adapter)
         sequence = EngineSequence(
-            Request(request_id, "", params),
+            Request(request_id, "", params, adapter=adapter.name if adapter else None),
             text_prompt([0] * traced.prompt),
-            resident_adapter(traced.adapter),
+            adapter,
             traced.limit,
             BlockTable(self._pool, self._block),
         )

@@ -112,6 +112,8 @@ def test_drawn_traces_have_full_steps_bounded_waits_and_are_no_slower_with_predi
         assert own["longest_wait_s"] <= own["wait_bound_s"], name
         assert own["underfilled_steps"] == 0, name
     assert engine.simulate("merge_only", trace, **case.options).underfilled_steps
+    # dLoRA has no mixture, but running requests go on if those that it chose get no pages.
+    assert engine.simulate("dlora", trace, **case.options).as_row()["mixture"] < 0.01
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.2)])
@@ -221,7 +223,7 @@ def test_a_run_replays_a_bounded_number_of_traces_and_a_later_one_continues_it(
     assert len(written["rows"]) == len(replayed) + 5
     assert written["summary"]["noise_floor"] > 0
     drawn = {path.name for path in (tmp_path / "plots").iterdir()}
-    assert drawn == {"replayed.png", "simulated.png", "modes.png"}
+    assert drawn == {"replayed.png", "simulated.png", "modes.png", "switches.png"}
     result = CliRunner().invoke(command_line("policies"), [*files, "--dtype", "fp32"])
     assert result.exit_code != 0
     assert "other conditions" in result.output
