@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any, ClassVar
 
 from benchmarks import frame, llava
@@ -17,13 +18,19 @@ from benchmarks.frame import Row, ThreadedBenchmark, matching
 from benchmarks.llava import Checkpoint
 from benchmarks.machine import interleaved
 from benchmarks.models import SyntheticModel
+from benchmarks.replay import PolicyEngine, Replay
 from vlora.adapters.files import load_adapter
+from vlora.atmm.search.timing import rotated
 from vlora.ids import BASE
+from vlora.load.trace import Workload
 from vlora.model.decoder_config import load_config
 from vlora.model.loader import adapter_shape
 from vlora.offline.premerge import premerge
 
 BUDGET_SECONDS = 6.0
+POLICIES = ("unmerge_only", "paper")
+SKEW, LOAD, SCALE = 0.7, 0.7, 1 / 8
+"""Of the served trace: share of the hot adapter, rate / the most that is served, and lengths."""
 
 
 @dataclass(kw_only=True)
@@ -38,7 +45,8 @@ class Premerge(ThreadedBenchmark):
     shown: ClassVar = {
         "one step before and after premerging": (
             "step dtype hot_share before_ms after_ms base_ms ratio noise"
-        )
+        ),
+        "served traces, mean latency of three replays": "dtype policy model switches mean_s",
     }
 
     plot: frame.PlotFolder = None
@@ -83,17 +91,54 @@ class Premerge(ThreadedBenchmark):
                     "ratio": timings["after"].median / timings["before"].median,
                     "noise": max(t.noise for t in timings.values()),
                 }
+        yield from self._served(checkpoint, cell)
+
+    def _served(self, checkpoint: Checkpoint, dtype: str) -> Iterator[Row]:
+        """Replay one trace before and after premerging, in turn."""
+        names = checkpoint.adapter_names
+        work = Workload("retrieval", SKEW, len(names), scale=SCALE)
+        # With this seed, number 0 is the hot adapter.
+        seed, count = len(names), self.values["traced"]
+        engines = {
+            "before": PolicyEngine(checkpoint, dtype),
+            "after": PolicyEngine(premerged(checkpoint), dtype, names),
+        }
+        at_once = engines["before"].simulate("unmerge_only", work.trace(seed, 1e9, count))
+        trace = work.trace(seed, LOAD * count / at_once.outcome.span, count)
+        runs: dict[str, list[Replay]] = {f"{p} {model}": [] for p in POLICIES for model in engines}
+        for turn in range(3):
+            for name in rotated([*runs], turn):
+                policy, model = name.split()
+                self.status(f"{policy}, {dtype}, {model} premerging")
+                runs[name].append(engines[model].measure(policy, trace))
+        for name, own in runs.items():
+            policy, model = name.split()
+            yield {
+                "dtype": dtype,
+                "policy": policy,
+                "model": model,
+                "switches": fmean(replay.switches for replay in own),
+                "mean_s": median(fmean(replay.outcome.end) for replay in own),
+            }
 
     def summarize(self) -> dict[str, Any]:
         """Return the largest ratio of all storage types, for each step and two shares.
 
         If a key ends in `hot`, all requests use the hot adapter. If it ends in `cold`, none does.
+        Those of the served trace have the name of the policy.
         """
         summary: dict[str, Any] = {}
         for step in ("decode", "prefill"):
             for name, share in (("hot", 1.0), ("cold", 0.0)):
                 ratios = (row["ratio"] for row in matching(self.rows, step=step, hot_share=share))
                 summary[f"{step}_{name}"] = max(ratios, default=None)
+        for policy in POLICIES:
+            means = {
+                model: [row["mean_s"] for row in matching(self.rows, policy=policy, model=model)]
+                for model in ("before", "after")
+            }
+            ratios = (after / before for before, after in zip(*means.values(), strict=True))
+            summary[f"served_{policy}"] = max(ratios, default=None)
         return summary
 
     def draw(self) -> Iterable[Path]:
@@ -102,7 +147,9 @@ class Premerge(ThreadedBenchmark):
         path = self.plot / "premerge.png"
         labels = "share of requests for the hot adapter", "time of a step, premerged over before"
         with frame.figure(path, *labels, size=(6, 3.5)) as plot:
-            for step, dtype in dict.fromkeys((row["step"], row["dtype"]) for row in self.rows):
+            for step, dtype in dict.fromkeys(
+                (row["step"], row["dtype"]) for row in self.rows if "step" in row
+            ):
                 chosen = matching(self.rows, step=step, dtype=dtype)
                 shares, ratios = ([row[key] for row in chosen] for key in ("hot_share", "ratio"))
                 plot.plot(shares, ratios, "o-", label=f"{step}, {dtype}")

@@ -280,10 +280,17 @@ def resident_adapter(slot: int) -> AdapterHandle | None:
 
 
 class PolicyEngine:
-    """A calibrated engine that replays traces with any policy."""
+    """A calibrated engine that replays traces with any policy.
 
-    def __init__(self, checkpoint: Checkpoint, dtype: str) -> None:
+    names: adapters of the requests, by the number of the adapter in the trace; those of the
+        checkpoint if None.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, dtype: str, names: Sequence[str] | None = None
+    ) -> None:
         self.checkpoint = checkpoint
+        self._names = names or checkpoint.adapter_names
         self.options = Options(
             model=checkpoint.folder, adapters=checkpoint.adapters, dtype=ENGINE_NAMES[dtype]
         )
@@ -306,7 +313,7 @@ class PolicyEngine:
             return self._measure(make_policy(used, costs), trace)
 
     def _measure(self, policy: Policy, trace: Sequence[TracedRequest]) -> Replay:
-        engine, names = self.engine, self.checkpoint.adapter_names
+        engine, names = self.engine, self._names
         engine.scheduler.policy = policy
         engine.switcher.switch(BASE)
         requests = [
