@@ -13,11 +13,12 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.families import Family
+from tests.support.families import Family, make_family
 from tests.support.gateway import KEY, Gateway, running
 from tests.support.polling import until
 from tests.support.served_family import check_conversations
-from tests.support.triton_client import Asker, picture
+from tests.support.triton_client import Asker, picture, serving
+from vlora.launcher.repository import ServerOptions
 from vlora.launcher.server import TritonServer
 
 openai = pytest.importorskip("openai", reason="the package openai is not installed")
@@ -71,6 +72,40 @@ def test_a_video_file_stands_anywhere_among_pictures(gateway: Gateway, ask: Aske
     with pytest.raises(openai.BadRequestError, match="video 1 is neither") as refused:
         create(model="base", messages=messages)
     assert refused.value.param == "messages[0].content[2].video_url.url"
+
+
+def test_ten_seconds_of_video_as_eighty_frames_become_an_alert_of_one_token(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("av", reason="the extra video is not installed")
+    from tests.support.video_files import pictures, video
+
+    family = make_family("qwen2_5_vl", checkpoint, tmp_path, official=True)
+    config = json.loads((family.checkpoint / "config.json").read_text())
+    config["text_config"]["max_position_embeddings"] = 16384
+    (family.checkpoint / "config.json").write_text(json.dumps(config))
+    # 16 × 16 tokens for two frames, as Qwen2.5-VL makes of 448 × 448 pixels.
+    size = {"min_pixels": 128 * 128, "max_pixels": 128 * 128}
+    clip = base64.b64encode(video(frames=pictures(250, 448, 448))).decode()
+    message = {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{clip}"}}
+    options = ServerOptions(
+        model=family.checkpoint, adapters=family.adapters, log=tmp_path / "server.log"
+    )
+    tokens = {}
+    with serving(options) as server, running(server.grpc_url, tmp_path) as gateway:
+        for frames in (80, 2):
+            answer = gateway.client.chat.completions.create(
+                model="base",
+                max_tokens=1,
+                messages=[{"role": "user", "content": [message, {"type": "text", "text": PROMPT}]}],
+                extra_body={
+                    "media_io_kwargs": {"video": {"num_frames": frames}},
+                    "mm_processor_kwargs": size,
+                },
+            )
+            assert answer.usage.completion_tokens == 1
+            tokens[frames] = answer.usage.prompt_tokens
+    assert tokens[80] - tokens[2] == 39 * 256
 
 
 def test_the_models_are_the_base_and_every_usable_adapter(
