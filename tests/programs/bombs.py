@@ -1,7 +1,9 @@
 """Healthy requests beside one hostile request at a time, drawn within the limits of a gateway.
 
 Each bomb is drawn from formats, sizes, compressibility and numbers of images, or is a body of
-another kind. A healthy client asks about pictures meanwhile. The longest waits are listed.
+another kind. With --videos, it is a request with mutated video files, or with files that name a
+file and an address that nothing may open, to the gateway or to Triton's HTTP. A healthy client asks
+about pictures meanwhile. The longest waits are listed.
 
 usage: python -m tests.programs.bombs --count 200 --seed 1 --json waits.json
 """
@@ -16,11 +18,15 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from PIL import Image
 
 from tests.support.gateway import Gateway, running
@@ -28,8 +34,11 @@ from tests.support.hostile_images import flat_png, jpeg_with_scans, run_length_b
 from tests.support.polling import until
 from tests.support.triton_client import picture, serving
 from vlora.launcher.repository import ServerOptions
+from vlora.launcher.server import TritonServer
 
-CHAT = "/v1/chat/completions"
+Bomb = Callable[[random.Random], tuple[str, dict[str, Any]]]
+
+CHAT, GENERATE = "/v1/chat/completions", "/v2/models/video_analytics/generate"
 MAX_BODY = 60 * 1024**2
 MEGAPIXELS = (0.1, 1, 4, 10, 25, 39)
 NUMBERS = (1, 2, 8, 64)
@@ -101,6 +110,39 @@ def body_bomb(draw: random.Random) -> tuple[str, dict[str, Any]]:
     return f"a body with {kind} of {size} bytes", body
 
 
+class Videos:
+    """Source of requests with one to four video files, mutated or `traps`, for both doors.
+
+    large: whether some files have the size of a camera's pictures.
+    """
+
+    def __init__(self, draw: random.Random, traps: Mapping[str, bytes], *, large: bool) -> None:
+        from tests.support.video_files import mutated, pictures, video
+
+        kinds = ("h264 mp4", "h264 ts", "h265 mkv", "vp9 webm", "av1 mkv", "mjpeg mov")
+        self._files = {kind: video(*kind.split()) for kind in kinds}
+        if large:
+            frames = pictures(24, 1920, 1080)
+            self._files |= {f"1080p {k}": video(*k.split(), frames=frames) for k in kinds}
+        self._traps = traps
+        self._mutated = partial(mutated, draw=np.random.default_rng(draw.randrange(2**32)))
+
+    def __call__(self, draw: random.Random) -> tuple[str, dict[str, Any]]:
+        known = self._traps if draw.random() < 0.2 else self._files
+        kinds = draw.choices([*known], k=draw.choice((1, 1, 1, 2, 4)))
+        files = [
+            known[kind] if draw.random() < 0.2 else self._mutated(known[kind]) for kind in kinds
+        ]
+        texts = [base64.b64encode(data).decode() for data in files]
+        sampling = {"media_io_kwargs": {"video": {"num_frames": draw.choice((1, 2, 4, 12, -1))}}}
+        what = f"{', '.join(kinds)} of {sum(map(len, files))} bytes, {sampling}"
+        if draw.random() < 0.5:
+            inputs: dict[str, Any] = {"text_input": "?", "task": "video", "video": texts}
+            return what, inputs | {"sampling_parameters": json.dumps(sampling)}
+        urls = [{"url": f"data:video/mp4;base64,{text}"} for text in texts]
+        return what, chat([{"type": "video_url", "video_url": url} for url in urls]) | sampling
+
+
 def chat(parts: list[dict[str, Any]]) -> dict[str, Any]:
     content = [*parts, {"type": "text", "text": "What is it?"}]
     return {"model": "base", "messages": [{"role": "user", "content": content}], "max_tokens": 4}
@@ -113,7 +155,8 @@ class Healthy:
         self._gateway = gateway
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)
-        self.worst, self.answered, self.faults = 0.0, 0, []
+        self.worst, self.answered = 0.0, 0
+        self.faults: list[str] = []
         self._thread.start()
 
     def _run(self) -> None:
@@ -140,30 +183,44 @@ class Healthy:
         self._thread.join()
 
 
-def attack(gateway: Gateway, count: int, seed: int) -> list[dict[str, Any]]:
-    """Send bombs one after another. Return what each was, its answer, and the longest wait."""
+def attack(
+    gateway: Gateway, triton: Gateway, count: int, draw: random.Random, kinds: Sequence[Bomb]
+) -> list[dict[str, Any]]:
+    """Send bombs one after another. Return what each was, its answer, and the longest wait.
+
+    triton: the server's HTTP address, for bombs with its inputs.
+    """
     healthy, found = Healthy(gateway), []
-    draw = random.Random(seed)
     try:
         for number in range(count):
-            kind = draw.choice((image_bomb, image_bomb, image_bomb, clip_bomb, body_bomb))
-            what, body = kind(draw)
+            what, body = draw.choice(kinds)(draw)
+            door, path = (gateway, CHAT) if "messages" in body else (triton, GENERATE)
             content = json.dumps(body).encode()
             time.sleep(0.2)
             healthy.worst, start = 0.0, time.monotonic()
             try:
-                status, answer = gateway.http(CHAT, content)
+                status, answer = door.http(path, content)
             except OSError as error:  # It took too long, or was closed.
                 status, answer = 0, repr(error)
             seconds = time.monotonic() - start
             healthy.settle()
             line = {"wait": round(healthy.worst, 3), "seconds": round(seconds, 2), "bomb": what}
-            found.append(line | {"status": status, "answer_bytes": len(answer)})
+            line |= {"door": path, "status": status, "answer": answer[:300]}
+            found.append(line | {"answer_bytes": len(answer)})
             print(number, json.dumps(found[-1]), answer[:160] if status >= 500 else "", flush=True)
     finally:
         healthy.close()
     assert not healthy.faults, healthy.faults[:5]
     return found
+
+
+def resources(server: TritonServer) -> dict[str, tuple[int, int]]:
+    """Return memory in MiB and number of descriptors of each process, by its number and name."""
+    root = psutil.Process(server.pid)
+    return {
+        f"{process.pid} {process.name()}": (process.memory_info().rss >> 20, process.num_fds())
+        for process in (root, *root.children(recursive=True))
+    }
 
 
 def main() -> None:
@@ -173,6 +230,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.programs.bombs", description=__doc__)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--videos", action="store_true", help="send video files only")
     parser.add_argument("--decode-seconds", type=float, default=10.0)
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
@@ -181,10 +239,25 @@ def main() -> None:
         model = {"model": str(build(scratch / "checkpoint"))}
         limits = {"max_decode_seconds": arguments.decode_seconds}
         options = ServerOptions(model_json=model | {"limits": limits}, log=scratch / "server.log")
-        with serving(options) as server, running(server.grpc_url, scratch) as gateway:
-            found = attack(gateway, arguments.count, arguments.seed)
+        draw, kinds = random.Random(arguments.seed), [image_bomb] * 3 + [clip_bomb, body_bomb]
+        with ExitStack() as stack:
+            if arguments.videos:
+                from tests.support.video_traps import Trap, lures
+
+                trap = stack.enter_context(closing(Trap(scratch)))
+                kinds = [Videos(draw, lures(trap), large=True)]
+            server = stack.enter_context(serving(options))
+            gateway = stack.enter_context(running(server.grpc_url, scratch))
+            before = resources(server)
+            triton = Gateway(gateway.process, server.http_url, gateway.log)
+            found = attack(gateway, triton, arguments.count, draw, kinds)
+            print(
+                f"memory in MiB and descriptors of each process: {before}, then {resources(server)}"
+            )
+            assert not arguments.videos or not trap.sprung(), "a file or an address was opened"
     worst = sorted(found, key=lambda line: -line["wait"])[:10]
     print("\n".join(f"{line['wait']:7.3f} s  {line['bomb']}" for line in worst))
+    print(Counter((line["door"], line["status"]) for line in found))
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1))
 

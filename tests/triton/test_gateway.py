@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import random
 import socket
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.programs.bombs import CHAT, GENERATE, Videos, attack
 from tests.support.families import Family, make_family
 from tests.support.gateway import KEY, Gateway, running
 from tests.support.polling import until
@@ -72,6 +74,24 @@ def test_a_video_file_stands_anywhere_among_pictures(gateway: Gateway, ask: Aske
     with pytest.raises(openai.BadRequestError, match="video 1 is neither") as refused:
         create(model="base", messages=messages)
     assert refused.value.param == "messages[0].content[2].video_url.url"
+
+
+def test_hostile_video_files_get_typed_errors_and_open_nothing(
+    gateway: Gateway, server: TritonServer, tmp_path: Path
+) -> None:
+    pytest.importorskip("av", reason="the extra video is not installed")
+    from tests.support.video_traps import Trap, lures
+
+    draw = random.Random(5)
+    triton = Gateway(gateway.process, server.http_url, gateway.log)
+    with closing(Trap(tmp_path)) as trap:
+        found = attack(gateway, triton, 40, draw, [Videos(draw, lures(trap), large=False)])
+        assert not trap.sprung()
+    assert {(line["door"], line["status"]) for line in found} == {
+        (door, status) for door in (CHAT, GENERATE) for status in (200, 400)
+    }
+    refused = [line["answer"] for line in found if line["status"] == 400]
+    assert all("INVALID_ARG" in answer or '"code": ' in answer for answer in refused)
 
 
 def test_ten_seconds_of_video_as_eighty_frames_become_an_alert_of_one_token(
