@@ -283,6 +283,7 @@ class Output(NamedTuple):
     num_input_tokens, num_output_tokens: number of tokens of the prompt, and of the answer so far.
     num_cached_tokens: prompt tokens in the prefix cache when the request got its present pages.
     modes: number of steps by mode ("merged", "mixture", "unmerged"); in the last output only.
+    word_probabilities: of the request's words at the answer's first token; in the last output only.
     """
 
     request_id: str
@@ -299,6 +300,7 @@ class Output(NamedTuple):
     adapter_digest: str | None = None
     timings: Timings = Timings()
     modes: Mapping[str, int] = NO_MODES
+    word_probabilities: Mapping[str, float] | None = None
 
     @property
     def finished(self) -> bool:
