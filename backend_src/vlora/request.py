@@ -24,6 +24,9 @@ IndexArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 # Minimum length of a client's id for `cancel`. Load generators reuse shorter ones.
 MIN_STOPPABLE_ID = 16
+# Begin of a clip that is a list of JPEG files in base64, separated by commas, as in vLLM.
+FRAME_LIST = "data:video/jpeg;base64,"
+FRAMES_PER_SECOND = 24.0  # Frame rate that transformers assumes for clips without a frame rate.
 MAX_FRAMES_PER_ROW = 2  # Frames that one row of features can stand for.
 
 
@@ -56,7 +59,7 @@ class PromptText(str):
 
 @dataclass(frozen=True)
 class Clip:
-    """The sampled frames of a video file.
+    """The sampled frames of a video file, or of a list of frames.
 
     seconds: time of each frame.
     fps: frames per second, on average.
@@ -64,6 +67,11 @@ class Clip:
 
     seconds: tuple[float, ...]
     fps: float
+
+    @staticmethod
+    def of_list(frames: int) -> Clip:
+        seconds = tuple(frame / FRAMES_PER_SECOND for frame in range(frames))
+        return Clip(seconds, FRAMES_PER_SECOND)
 
     @property
     def frames(self) -> int:
@@ -283,6 +291,7 @@ class Output(NamedTuple):
     num_input_tokens, num_output_tokens: number of tokens of the prompt, and of the answer so far.
     num_cached_tokens: prompt tokens in the prefix cache when the request got its present pages.
     modes: number of steps by mode ("merged", "mixture", "unmerged"); in the last output only.
+    word_probabilities: of the request's words at the answer's first token; in the last output only.
     """
 
     request_id: str
@@ -299,6 +308,7 @@ class Output(NamedTuple):
     adapter_digest: str | None = None
     timings: Timings = Timings()
     modes: Mapping[str, int] = NO_MODES
+    word_probabilities: Mapping[str, float] | None = None
 
     @property
     def finished(self) -> bool:

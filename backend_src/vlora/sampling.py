@@ -26,6 +26,7 @@ from vlora.structured.structure import STRUCTURE_KEYS, Structure, read_structure
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_WORDS = 16
 
 MIN_TEMPERATURE = 0.01  # A lower one would lose precision of the scores. vLLM has the same limit.
 RANDOM_SEED = -1  # Stands for no seed, as in vLLM.
@@ -116,6 +117,7 @@ class SamplingParams:
     deadline_ms: milliseconds from arrival after which the request ends with CANCELLED.
     stream_interval_ms: minimum time between two responses. First and last token never wait.
     cache_salt: tenant, whose requests share caches and streams with those of no other.
+    word_probabilities: words whose probability at the first token of the answer is reported.
     """
 
     temperature: float = 1.0
@@ -134,6 +136,7 @@ class SamplingParams:
     min_tokens: int = 0
     ignore_eos: bool = False
     logprobs: int | None = None
+    word_probabilities: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
     structured_outputs: Structure | None = None
     priority: int = 0
@@ -328,6 +331,13 @@ def _top_k(key: str, value: Any) -> int:
     return min(max(number, 0), MAX_INTEGER)
 
 
+def _words(key: str, value: Any) -> tuple[str, ...]:
+    expected = f"a list of at most {MAX_WORDS} words"
+    if isinstance(value, list) and len(value) > MAX_WORDS:
+        raise wrong_value(key, value, expected)
+    return () if value is None or value == [] else read_texts(key, value, expected)
+
+
 def _token_ids(key: str, value: Any) -> tuple[int, ...]:
     read = RANGES[key]
     if not isinstance(value, list) or len(value) > MAX_STOP_STRINGS:
@@ -356,6 +366,7 @@ _READERS: dict[str, Reader] = {
     "max_tokens": optional(RANGES["max_tokens"]),
     "ignore_eos": read_boolean,
     "logprobs": optional(RANGES["logprobs"]),
+    "word_probabilities": _words,
     "choices": lambda key, value: read_texts(key, value, "a list of non-empty strings"),
     "deadline_ms": optional(RANGES["deadline_ms"]),
     "stream_id": optional(_stream_id),

@@ -6,11 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.engine_client import run_together
 from tests.support.questions import Case
 from vlora.config import Options
 from vlora.engine.engine import Engine
+from vlora.errors import InvalidArgument
 from vlora.request import Request
 from vlora.sampling import SamplingParams
 
@@ -70,6 +72,26 @@ def test_the_choice_equals_the_oracles(
         params = SamplingParams.parse({"temperature": 0, "choices": list(choices)})
         request = replace(case.request(f"c{index}"), sampling=params)
         assert text_of(engine, request) == greedy_choice(case, choices)
+
+
+def test_probabilities_of_words_are_the_oracles_at_the_first_token(
+    engine: Engine, cases: list[Case]
+) -> None:
+    keys = {"word_probabilities": ["yes", "Circle"], "choices": ["a", "blue"], "max_tokens": 9}
+    params = SamplingParams.parse(keys | {"temperature": 0.7, "repetition_penalty": 1.5})
+    for index, case in enumerate(one for one in cases[1::4] if not one.question.use_head):
+        request = replace(case.request(f"w{index}"), sampling=params)
+        (outputs,) = run_together(engine, request).values()
+        found = torch.softmax(case.oracle.logits(case.question)[0].double(), dim=0)
+        texts = [case.oracle.tokenizer.decode([token]).strip() for token in range(len(found))]
+        assert texts.count("yes") > 1
+        expected = {
+            word: sum(float(found[i]) for i, text in enumerate(texts) if text in forms)
+            for word, forms in (("yes", ("yes", "Yes")), ("Circle", ("circle", "Circle")))
+        }
+        assert outputs[-1].word_probabilities == pytest.approx(expected, rel=1e-3)
+    with pytest.raises(InvalidArgument, match="'zebra', which is no token"):
+        engine.prepare(replace(request, sampling=replace(params, word_probabilities=("zebra",))))
 
 
 @pytest.mark.parametrize("spare", [None, 4])

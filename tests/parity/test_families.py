@@ -373,6 +373,20 @@ def test_a_large_image_is_scaled_down_to_the_models_limit(family: Family) -> Non
     np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-5, atol=1e-5)
 
 
+def test_equal_frames_are_encoded_once(family: Family) -> None:
+    rng = np.random.default_rng(9)
+    a, b = (DecodedImage(rng.integers(0, 256, (24, 40, 3), np.uint8), True) for _ in range(2))
+    clips = [a] * 6 + [b] * 4, [b] * 6 + [a] * 4
+    before = family.service.counters.misses
+    found = [family.service.run([clip])[0].features for clip in clips]
+    # The last frame of a clip of LLaVA-OneVision has one more row, which ends the clip.
+    ends = 2 if family.model.get_base_model().config.model_type == "llava_onevision" else 0
+    assert family.service.counters.misses - before == 2 + ends
+    for clip, features in zip(clips, found, strict=True):
+        whole = family.encoder.encode([one.image for one in family.encoder.prepare(clip)])
+        np.testing.assert_allclose(features, np.concatenate(whole), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("family", ["qwen2_vl"], indirect=True)
 def test_pairs_of_frames_are_cached_and_have_the_size_of_the_first(family: Family) -> None:
     rng = np.random.default_rng(4)

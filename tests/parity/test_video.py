@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,6 +51,7 @@ FILES = {
     "vp9.webm": lambda: files.video("vp9", "webm", frames=files.pictures(12, 40, 52, seed=1)),
     "h265.ts": lambda: files.video("h265", "ts", frames=files.pictures(17, 64, 64, seed=2)),
 }
+LISTED = {name: files.pictures(4, 40, 52, seed) for seed, name in enumerate(("list a", "list b"))}
 PICTURE = np.random.default_rng(8).integers(0, 256, (30, 44, 3), np.uint8)
 IMAGE, VIDEO = {"type": "image"}, {"type": "video"}
 
@@ -128,6 +130,10 @@ class Request:
 
     def _sampled(self, data: bytes) -> tuple[list[DecodedImage], VideoMetadata]:
         sampled = self.family.service.sample
+        for name, pictures in LISTED.items():
+            if data == video_of(name):
+                frames = [DecodedImage(rgb, True) for rgb in pictures]
+                return frames, VideoMetadata(4, fps=24.0, frames_indices=[*range(4)])
         plan = plan_video(data, "video 0", 1 << 24)
         plan = plan.with_indices(sampled(self.sampling, plan.total, plan.fps))
         frames = [DecodedImage(rgb, True) for rgb in read_frames(data, "video 0", plan)]
@@ -161,6 +167,13 @@ def _stock_template(family: Family) -> ChatTemplate:
     return ChatTemplate.from_checkpoint(family.checkpoint)
 
 
+def video_of(name: str) -> bytes:
+    """Return a video of a request: a file, or a list of frames."""
+    if name in FILES:
+        return FILES[name]()
+    return b"data:video/jpeg;base64," + b",".join(b64encode(png(rgb)) for rgb in LISTED[name])
+
+
 def text(words: str) -> dict[str, str]:
     return {"type": "text", "text": words}
 
@@ -177,6 +190,11 @@ ASKED: dict[str, tuple[list[dict[str, str]], list[str], MediaOptions]] = {
         [VIDEO, text("or"), VIDEO, text("?")],
         ["h264.mp4", "vp9.webm"],
         MediaOptions(num_frames=6),
+    ),
+    "lists of frames": (
+        [VIDEO, IMAGE, text("or"), VIDEO, VIDEO, text("?")],
+        ["list a", "vp9.webm", "list b"],
+        MediaOptions(num_frames=4),
     ),
 }
 
@@ -204,7 +222,7 @@ def test_prompt_positions_and_answer_are_those_of_transformers(
     family: Family, decoder: ImageDecoder, name: str
 ) -> None:
     parts, videos, options = ASKED[name]
-    asked = Request(family, decoder, parts, [FILES[video]() for video in videos], options)
+    asked = Request(family, decoder, parts, [video_of(video) for video in videos], options)
     prompt = asked.prompt()
     ids, pixels = asked.stock()
     base = family.model.get_base_model()

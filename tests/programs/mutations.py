@@ -31,6 +31,7 @@ KEYS: Mapping[str, tuple[Any, ...]] = {
     "stop_token_ids": ([1], [-1], [10**9], ["a"], "1", []),
     "min_tokens": (0, 3, -1, 10**9),
     "ignore_eos": (True, False, "true", "maybe", 1),
+    "word_probabilities": (["yes", "no"], ["zebra"], [], [1], "yes", [""], ["a"] * 17, None),
     "logprobs": (0, 3, 20, 21, -1, None, True),
     "repetition_penalty": (1.0, 1.5, 0, -1, 1e300),
     "presence_penalty": (0, 2, -2, 3),

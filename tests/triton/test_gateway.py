@@ -41,7 +41,7 @@ def question(words: str = PROMPT, *images: bytes) -> list[dict[str, Any]]:
     return [{"role": "user", "content": parts}]
 
 
-def test_a_video_file_stands_anywhere_among_pictures(gateway: Gateway, ask: Asker) -> None:
+def test_clips_stand_anywhere_among_pictures(gateway: Gateway, ask: Asker) -> None:
     pytest.importorskip("av", reason="the extra video is not installed")
     from tests.support.video_files import video
 
@@ -49,10 +49,13 @@ def test_a_video_file_stands_anywhere_among_pictures(gateway: Gateway, ask: Aske
         url = f"data:video/mp4;base64,{base64.b64encode(data).decode()}"
         return {"type": "video_url", "video_url": {"url": url}}
 
-    words, files = {"type": "text", "text": PROMPT}, [video(), video("vp9")]
+    frames = [base64.b64encode(picture((0, 0, shade))).decode() for shade in (0, 90, 180)]
+    listed = f"data:video/jpeg;base64,{','.join(frames)}"
+    words, files = {"type": "text", "text": PROMPT}, [video(), listed, video("vp9")]
     sampling = {"media_io_kwargs": {"video": {"num_frames": 3}}, "temperature": 0, "max_tokens": 8}
-    parts = [clip(files[0]), image(picture()), clip(files[1]), words]
-    kinds = [{"type": kind} for kind in ("video", "image", "video")]
+    of_list = {"type": "video_url", "video_url": {"url": listed}}
+    parts = [clip(files[0]), of_list, image(picture()), clip(files[2]), words]
+    kinds = [{"type": kind} for kind in ("video", "video", "image", "video")]
     conversation = json.dumps({"messages": [{"role": "user", "content": [*kinds, words]}]})
     (expected,) = ask.stream(
         "lmm",
@@ -70,10 +73,23 @@ def test_a_video_file_stands_anywhere_among_pictures(gateway: Gateway, ask: Aske
     answer = create(model="base", messages=messages, max_tokens=8, extra_body=keys)
     assert answer.choices[0].message.content == expected["text_output"]
     assert answer.usage.prompt_tokens == expected["num_input_tokens"]
-    messages = [{"role": "user", "content": [*parts[:2], clip(b"no video at all"), words]}]
-    with pytest.raises(openai.BadRequestError, match="video 1 is neither") as refused:
+    by_list = [{"role": "user", "content": [of_list, image(picture()), words]}]
+    by_frames = {"image": picture(), "frames": [picture((0, 0, shade)) for shade in (0, 90, 180)]}
+    content = [{"type": "video"}, {"type": "image"}, words]
+    (expected,) = ask.stream(
+        "lmm",
+        text_input=json.dumps({"messages": [{"role": "user", "content": content}]}),
+        task="chat",
+        sampling_parameters={"temperature": 0, "max_tokens": 8},
+        exclude_input_in_output=True,
+        **by_frames,
+    )
+    answer = create(model="base", messages=by_list, max_tokens=8)
+    assert answer.choices[0].message.content == expected["text_output"]
+    messages = [{"role": "user", "content": [*parts[:3], clip(b"no video at all"), words]}]
+    with pytest.raises(openai.BadRequestError, match="video 2 is neither") as refused:
         create(model="base", messages=messages)
-    assert refused.value.param == "messages[0].content[2].video_url.url"
+    assert refused.value.param == "messages[0].content[3].video_url.url"
 
 
 def test_hostile_video_files_get_typed_errors_and_open_nothing(

@@ -147,6 +147,7 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
         {"stop_token_ids": []},
         {"include_stop_str_in_output": True},
         {"skip_special_tokens": True},
+        {"word_probabilities": ["yes", "no"]},
         {"skip_special_tokens": False},
         {"deadline_ms": 600_000},
         {"stream_id": "camera", "supersede": False},

@@ -84,12 +84,28 @@ def test_a_video_file_is_answered_as_its_sampled_frames(ask: Asker) -> None:
     frames = [png(every[number]) for number in (0, 10, 20, 30)]
     asked = {"sampling_parameters": {"max_tokens": 8}, **question}
     assert result["text"] == result_of(ask, frames=frames, **asked)["text"]
+    files = ",".join(base64.b64encode(one).decode() for one in frames)
+    listed = result_of(ask, video=f"data:video/jpeg;base64,{files}", **asked)
+    assert listed["text"] == result["text"]
+    times = [one["seconds"] for one in listed["videos"][0]["frames"]]
+    assert times == [0.0, 0.042, 0.083, 0.125]
     encoded = [base64.b64encode(data).decode()]
     keys = sampled | {"temperature": 0}
     own = {**question, "video": encoded, "sampling_parameters": keys}
     assert ask.text("lmm", exclude_input_in_output=True, **own) == result["text"]
     with pytest.raises(Refused, match="INVALID_ARG: video 0 is neither a video file"):
         ask.once(ANALYTICS, text_input="What?", video=picture())
+
+
+def test_probabilities_of_words_are_reported_if_they_are_asked_for(ask: Asker) -> None:
+    question = {"text_input": "What is this?", "image": picture()}
+    keys = {"word_probabilities": ["yes", "red"]}
+    words = result_of(ask, sampling_parameters=keys, **question)["word_probabilities"]
+    assert list(words) == ["yes", "red"]
+    assert 0.0 < sum(words.values()) < 1.0
+    assert "word_probabilities" not in result_of(ask, **question)
+    with pytest.raises(Refused, match="INVALID_ARG: 'word_probabilities' has 'zebra', which is no"):
+        ask.once(ANALYTICS, sampling_parameters={"word_probabilities": ["zebra"]}, **question)
 
 
 def test_a_head_returns_scores_by_label_and_its_best_label_as_text(ask: Asker) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from tests.support.cameras import WatchRun
 from tests.support.polling import until
 from vlora.launcher.server import TritonServer
+
+
+def rules_of(folder: Path) -> set[str]:
+    return {json.loads(path.read_bytes())["rule"] for path in folder.glob("*.json")}
 
 
 def test_cameras_with_adapters_of_their_own_are_answered_and_raise_alerts(
@@ -16,6 +21,14 @@ def test_cameras_with_adapters_of_their_own_are_answered_and_raise_alerts(
     common = {"task": "video", "deadline_ms": 60_000.0}
     cameras = {
         "yard": {"url": "synthetic:1", "alerts": [rule], "clip": {"megabytes": 0}, **common},
+        "door": {
+            "url": "synthetic:3",
+            "task": "vqa",
+            "question": "Is there a circle in the picture?",
+            "sampling": {"word_probabilities": ["no"]},
+            "alerts": [{"name": "circle", "when": {"yes_probability": 0.0}}],
+            "deadline_ms": 60_000.0,
+        },
         "belt": {"url": "synthetic:2", "adapter": "actions", "priority": 1, **common},
     }
     run = WatchRun(tmp_path, demo_server.grpc_url, cameras)
@@ -23,7 +36,7 @@ def test_cameras_with_adapters_of_their_own_are_answered_and_raise_alerts(
     try:
         for name in cameras:
             until(lambda name=name: run[name].reader.counts.answered >= 4, 120)
-        until(lambda: list((tmp_path / "kept" / "events").glob("*.json")), 30)
+        until(lambda: rules_of(tmp_path / "kept" / "events") == {"motion", "circle"}, 30)
     finally:
         run.stop()
     assert run["yard"].reader.counts.errors == run["belt"].reader.counts.errors == 0
@@ -34,6 +47,10 @@ def test_cameras_with_adapters_of_their_own_are_answered_and_raise_alerts(
     adapters = {
         (one["camera"], (one["result"]["adapter"] or {}).get("name")) for one in run.records
     }
-    assert adapters == {("yard", None), ("belt", "actions")}
+    assert adapters == {("yard", None), ("door", None), ("belt", "actions")}
+    for one in run.records:
+        words = one["result"].get("word_probabilities")
+        assert (words is None) == (one["camera"] != "door")
+        assert words is None or (words["yes"] > words["no"]) == (one["result"]["text"] == "yes")
     assert run["belt"].last is not None
     assert len(run["belt"].last.digest) == 64

@@ -27,6 +27,7 @@ from tests.support.processes import children_that_run
 from vlora.config import Limits
 from vlora.errors import Internal, InvalidArgument, Unavailable
 from vlora.launcher.processes import is_alive
+from vlora.request import Clip
 from vlora.sampling import MediaOptions
 from vlora.vision import decode_worker, decoding
 from vlora.vision.decoding import SLOW_NICENESS, ImageDecoder, PixelPool
@@ -121,21 +122,30 @@ def video() -> bytes:
     return video()
 
 
-def test_video_files_are_clips_of_their_own(decoder: ImageDecoder, video: bytes) -> None:
-    _, png = picture()
-    request = check_images([png], [png] * 2, None, LIMITS, [video, b64encode(video)])
+def test_videos_are_clips_of_their_own(decoder: ImageDecoder, video: bytes) -> None:
+    pixels, png = picture()
+    listed = b"data:video/jpeg;base64," + b",".join([b64encode(png)] * 3)
+    request = check_images([png], [png] * 2, None, LIMITS, [video, listed, b64encode(video)])
     kept = Kept()
     images = start(decoder, request, kept).result(60)
     assert [(size.is_frame, size.clip) for size in kept.sizes] == [
         (False, 0),
-        *[(True, number) for number in (0, 1) for _ in range(40)],
-        *[(True, 2)] * 2,
+        *[(True, 0)] * 40,
+        *[(True, 1)] * 3,
+        *[(True, 2)] * 40,
+        *[(True, 3)] * 2,
     ]
-    assert kept.videos[0] == kept.videos[1]
+    assert kept.videos[0] == kept.videos[2]
+    assert kept.videos[1] == Clip((0.0, 1 / 24, 2 / 24), 24.0)
     assert kept.videos[0].seconds == tuple(i / 25 for i in range(40))
     assert kept.videos[0].fps == 25
-    np.testing.assert_array_equal(images[1].rgb, images[41].rgb)
+    np.testing.assert_array_equal(images[1].rgb, images[44].rgb)
+    np.testing.assert_array_equal(images[41].rgb, pixels)
     assert not images[1].rgb.flags.writeable
+    with pytest.raises(InvalidArgument, match="has 3 images and frames; the limit is 2"):
+        videos_of(listed, limits=replace(LIMITS, max_images=2))
+    with pytest.raises(InvalidArgument, match="video 0, frame 3 is neither an encoded image"):
+        start(decoder, videos_of(listed + b",AAAA"), Kept()).result(60)
 
 
 @pytest.mark.parametrize(

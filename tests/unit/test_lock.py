@@ -56,8 +56,8 @@ def test_the_locks_include_all_that_the_images_need() -> None:
 
 
 @pytest.mark.parametrize("image", ["cpu", "gpu"])
-@pytest.mark.parametrize("extra", ["gateway", "structured"])
-def test_an_image_serves_the_gateway_and_structured_answers(image: str, extra: str) -> None:
+@pytest.mark.parametrize("extra", ["gateway", "structured", "watch"])
+def test_an_image_has_what_its_commands_need(image: str, extra: str) -> None:
     text = (CONSTRAINTS.parent / "docker" / f"requirements.{image}.txt").read_text()
     needed = {canonicalize_name(Requirement(one).name) for one in project()[extra]}
     assert needed <= pins(text).keys()

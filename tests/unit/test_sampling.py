@@ -330,6 +330,7 @@ def test_any_number_is_refused_with_the_range_or_read_into_it(key: str) -> None:
         ("ignore_eos", 1),
         ("ignore_eos", "maybe"),
         ("logprobs", 21),
+        ("word_probabilities", ["yes"] * 17),
         ("choices", []),
         ("choices", "red"),
         ("choices", ["a", ""]),

@@ -54,7 +54,7 @@ def build_requirements() -> list[str]:
         return list(tomllib.load(file)["build-system"]["requires"])
 
 
-SERVING = ("gateway", "structured", "video")
+SERVING = ("gateway", "structured", "video", "watch")
 """Extras of vlora in both images. The CPU image also has the extra `server`. The GPU image is based
 on an image that contains Triton."""
 

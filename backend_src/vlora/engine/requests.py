@@ -58,6 +58,7 @@ class RequestState:
         self._first_scheduled: float | None = None
         self._first_token: float | None = None
         self._modes: Counter[str] = Counter()
+        self._word_probabilities: dict[str, float] | None = None
 
     @property
     def _adapter(self) -> AdapterInfo | None:
@@ -94,9 +95,11 @@ class RequestState:
 
     def _draw(self, row: LogitsRow) -> tuple[int, tuple[tuple[TokenLogprob, ...], ...] | None]:
         assert row.logits is not None
-        sequence = self.sequence
+        sequence, logits = self.sequence, row.logits.numpy()
+        if sequence.request.sampling.word_probabilities and not sequence.output_length:
+            self._word_probabilities = self.sampler.word_probabilities(logits)
         draw = self.sampler.draw(
-            row.logits.numpy(),
+            logits,
             sequence.tokens[: sequence.prompt_length],
             sequence.tokens[sequence.prompt_length :],
             budget=sequence.max_tokens - sequence.output_length,
@@ -171,6 +174,7 @@ class RequestState:
                 total=now - arrival,
             ),
             modes=dict(self._modes) if finished else NO_MODES,
+            word_probabilities=self._word_probabilities if finished else None,
         )
 
 

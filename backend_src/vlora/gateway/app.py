@@ -213,7 +213,7 @@ class Gateway:
             raise _stopped() from None
 
     async def _load(self, ask: Ask, held: Held) -> list[list[bytes]]:
-        """Return the files of a request's images, videos and frames."""
+        """Return the files of a request's images and videos."""
         media = ask.conversation.media
         files = await self._media.load([*chain(*media)], self._bodies, held)
         rest = iter(files)
@@ -234,7 +234,6 @@ class Gateway:
                 id,
                 ask.conversation.text,
                 ask.task,
-                files.pop(0),
                 files.pop(0),
                 files.pop(0),
                 sampling,

@@ -53,8 +53,8 @@ Headers = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Question:
-    """One request to `lmm`, with images, videos and frames as encoded files and
-    `sampling_parameters`. has_messages: whether the text is JSON of messages.
+    """One request to `lmm`, with images and videos as encoded files and `sampling_parameters`.
+    has_messages: whether the text is JSON of messages.
     """
 
     id: str
@@ -62,7 +62,6 @@ class Question:
     task: str | None = None
     images: Sequence[bytes] = ()
     videos: Sequence[bytes] = ()
-    frames: Sequence[bytes] = ()
     sampling: Mapping[str, Any] = field(default_factory=dict)
     stream: bool = False
     logprobs: bool = False
@@ -298,7 +297,7 @@ def _request(question: Question) -> bytes:
     # In protobuf, concatenating two serialized messages merges their fields. The files are appended
     # in this way, because setting them as a field would copy them twice.
     contents: list[bytes] = []
-    media = {"image": question.images, "video": question.videos, "frames": question.frames}
+    media = {"image": question.images, "video": question.videos}
     for name, files in media.items():
         if files:
             request.inputs.add(name=name, datatype="BYTES", shape=[len(files)])

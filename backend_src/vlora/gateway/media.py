@@ -22,6 +22,7 @@ from vlora.gateway.bodies import Bodies, Held
 from vlora.gateway.errors import ApiError, invalid
 from vlora.gateway.messages import Media
 from vlora.gateway.options import GatewayOptions
+from vlora.request import FRAME_LIST
 
 MAX_FETCHES = 16  # Maximum number of connections for fetching images at the same time.
 MAX_HEADER = 256  # Maximum number of characters of a data URL before its content.
@@ -98,11 +99,13 @@ class MediaLoader:
 
 
 def decode(media: Media) -> bytes:
-    """Return the content of a data URL. Raises ApiError."""
+    """Return the content of a data URL, or a list of frames. Raises ApiError."""
     return _decode(media.param, media.url)
 
 
 def _decode(param: str, url: str) -> bytes:
+    if url.startswith(FRAME_LIST):
+        return url.encode(errors="replace")  # The server takes it as it is.
     comma = url.find(",", 0, MAX_HEADER)
     header = url[: max(comma, 0)]
     if not header.lower().endswith(";base64"):

@@ -15,6 +15,7 @@ from typing import Any
 
 from vlora.errors import nearest, shown
 from vlora.gateway.errors import invalid, unsupported, wrong_value
+from vlora.request import FRAME_LIST
 from vlora.tasks import RAW_TASK
 from vlora.vision.chat_template import PLACEHOLDER, join_parts
 
@@ -46,20 +47,18 @@ MESSAGE_FIELDS: Mapping[str, tuple[Any, ...] | None] = {
 # Maximum number of images, videos and frames of a request. The server's limits are usually lower.
 MAX_MEDIA = 1024
 
-# Prefix of a clip's URL. The frames follow in base64, separated by commas, as in vLLM.
-CLIP = "data:video/jpeg;base64,"
 # Start of the URL of a video file.
 FILE = re.compile(r"data:video/(mp4|webm|quicktime|x-matroska|mp2t);base64,|https?:", re.IGNORECASE)
 
 MAX_HINT_LENGTH = 64  # Maximum length of an unknown field for which a similar field is suggested.
 
-# Start of an error message about an image, a video or a frame, which are numbered from 0.
-NUMBERED = re.compile(r"(image|video|frame) (\d{1,4})\b")
+# Start of an error message about an image or a video, which are numbered from 0.
+NUMBERED = re.compile(r"(image|video) (\d{1,4})\b")
 
 
 @dataclass(frozen=True)
 class Media:
-    """URL of an image, a video file, or a frame of a clip. `param`: its path within the request."""
+    """URL of an image, a video file, or a list of frames. `param`: its path within the request."""
 
     url: str
     param: str
@@ -78,22 +77,19 @@ class Conversation:
 
     text: str
     images: tuple[Media, ...] = ()
-    frames: tuple[Media, ...] = ()
     videos: tuple[Media, ...] = ()
 
     @property
     def media(self) -> tuple[tuple[Media, ...], ...]:
-        return self.images, self.videos, self.frames
+        return self.images, self.videos
 
     def without_urls(self) -> Conversation:
         """Return a copy whose media have only their places, so that their content can be freed."""
-        images, videos, frames = (
-            tuple(replace(one, url="") for one in media) for media in self.media
-        )
-        return Conversation(self.text, images, frames, videos)
+        images, videos = (tuple(replace(one, url="") for one in media) for media in self.media)
+        return Conversation(self.text, images, videos)
 
     def place_of(self, message: str) -> str | None:
-        """Return the path of the image, video or frame that a message of the server begins with."""
+        """Return the path of the image or video that a message of the server begins with."""
         found = NUMBERED.match(message)
         if found is None:
             return None
@@ -111,24 +107,23 @@ def read_messages(messages: Any, task: str | None, options: Mapping[str, bool]) 
         raise invalid("messages", "'messages' must be a list with at least one message")
     reader = _Reader()
     turns = [reader.message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-    images, frames, videos = tuple(reader.images), tuple(reader.frames), tuple(reader.videos)
+    images, videos = tuple(reader.images), tuple(reader.videos)
     if task == RAW_TASK:
         if len(turns) > 1:
             raise invalid("messages", f"the task '{RAW_TASK}' takes one message, the prompt")
-        prompt = _raw_prompt(turns[0]["content"], len(videos), len(frames))
-        return Conversation(prompt, images, frames, videos)
+        return Conversation(_raw_prompt(turns[0]["content"], len(videos)), images, videos)
     if options.get("continue_final_message") and turns[-1]["role"] != "assistant":
         message = "'continue_final_message' = true needs a last message of the role 'assistant'"
         raise invalid("continue_final_message", message)
-    return Conversation(json.dumps({"messages": turns, **options}), images, frames, videos)
+    return Conversation(json.dumps({"messages": turns, **options}), images, videos)
 
 
-def _raw_prompt(parts: list[dict[str, str]], num_videos: int, num_frames: int) -> str:
+def _raw_prompt(parts: list[dict[str, str]], num_videos: int) -> str:
     """Return the texts, with placeholders unless all images come first or a text has its own."""
     texts = [part["text"] for part in parts if part["type"] == "text"]
     if any(PLACEHOLDER in text for text in texts):
         return "\n".join(texts)
-    return join_parts(parts, num_videos, PLACEHOLDER * num_frames)
+    return join_parts(parts, num_videos, "")
 
 
 def check_keys(value: Mapping[str, Any], known: Collection[str], param: str, what: str) -> None:
@@ -145,8 +140,8 @@ class _Reader:
 
     def __init__(self) -> None:
         self.images: list[Media] = []
-        self.frames: list[Media] = []
         self.videos: list[Media] = []
+        self._number = 0  # Of images, video files and frames of lists.
 
     def message(self, message: Any, param: str) -> dict[str, Any]:
         if not isinstance(message, dict):
@@ -197,34 +192,24 @@ class _Reader:
         if kind == "video_url":
             self._clip(value["url"], f"{param}.url")
             return {"type": "video"}
-        if self.frames:
-            refusal = "an image after a clip of JPEG frames is not supported; put images first"
-            raise unsupported(param, refusal)
         self._check_number(1, param)
         self.images.append(Media(value["url"], f"{param}.url"))
         return {"type": "image"}
 
     def _clip(self, url: str, param: str) -> None:
-        if self.frames:
-            refusal = "after a clip of JPEG frames, a request may have no further clip"
-            raise unsupported(param, refusal)
-        if FILE.match(url):
-            self._check_number(1, param)
-            self.videos.append(Media(url, param))
-            return
-        if not url.startswith(CLIP):
+        is_list = url.startswith(FRAME_LIST)
+        if not is_list and not FILE.match(url):
             known = "mp4, webm, quicktime, x-matroska or mp2t"
             message = (
                 f"'{param}' must be a video file, data:video/mp4;base64,… (or {known}) or an"
-                f" http(s) URL, or a list of JPEG frames, {CLIP}FRAME,FRAME,…"
+                f" http(s) URL, or a list of JPEG frames, {FRAME_LIST}FRAME,FRAME,…"
             )
             raise unsupported(param, message)
-        self._check_number(url.count(",", len(CLIP)) + 1, param)
-        frames = url.removeprefix(CLIP).split(",")
-        self.frames += [Media(f"data:image/jpeg;base64,{frame}", param) for frame in frames]
+        self._check_number(url.count(",") if is_list else 1, param)
+        self.videos.append(Media(url, param))
 
     def _check_number(self, more: int, param: str) -> None:
-        number = len(self.images) + len(self.videos) + len(self.frames) + more
-        if number > MAX_MEDIA:
-            message = f"the request has {number} or more images, videos and frames"
+        self._number += more
+        if self._number > MAX_MEDIA:
+            message = f"the request has {self._number} or more images, videos and frames"
             raise invalid(param, f"{message}; the limit is {MAX_MEDIA}")

@@ -25,8 +25,6 @@ from vlora.model.weight_files import open_weights, weight_files
 
 log = logging.getLogger(__name__)
 
-FRAMES_PER_SECOND = 24.0  # Frame rate that transformers assumes for clips without a frame rate.
-
 
 @dataclass(frozen=True)
 class DecoderConfig:

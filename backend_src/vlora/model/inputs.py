@@ -10,9 +10,9 @@ import torch
 from vlora.errors import InvalidArgument, prompt_too_long
 from vlora.ids import NO_IMAGE
 from vlora.model.chunk import Chunk, Prompt, next_position
-from vlora.model.decoder_config import FRAMES_PER_SECOND, DecoderConfig
+from vlora.model.decoder_config import DecoderConfig
 from vlora.model.tokenizer import LiteralTokenizer, TokenLength, load_tokenizer
-from vlora.request import ImageFeatures, PromptText
+from vlora.request import FRAMES_PER_SECOND, ImageFeatures, PromptText
 
 Grid = tuple[int, int, int]  # Size of an image in tokens: time, height and width.
 

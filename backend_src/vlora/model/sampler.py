@@ -94,6 +94,7 @@ class TokenSampler:
         self._eos = tuple(eos_tokens)
         self._uniforms = Uniforms(_seed(params.seed, request_id))
         self.choices = ChoiceMatcher(params.choices, vocabulary) if params.choices else None
+        self._words = {word: vocabulary.tokens_of_word(word) for word in params.word_probabilities}
         self.ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self._eos))
 
     @cached_property
@@ -105,6 +106,7 @@ class TokenSampler:
         return (
             not params.min_tokens
             and params.logprobs is None
+            and not params.word_probabilities
             and self.choices is None
             and params.repetition_penalty == 1.0
             and params.presence_penalty == 0.0
@@ -141,6 +143,19 @@ class TokenSampler:
         else:
             token = self._pick(scores, len(prompt) + len(output))
         return Draw(token, self._logprobs(logits, token))
+
+    def word_probabilities(self, logits: FloatArray) -> dict[str, float]:
+        """Return the softmax probability of each of the request's words, which is the sum of those
+        of its tokens. Like log probabilities, it heeds no other parameter.
+
+        logits: [vocabulary] fp32.
+        """
+        weights = weights_of(logits, temperature=1.0)
+        total = weights.sum()
+        return {
+            word: min(1.0, float(weights[tokens].sum() / total))
+            for word, tokens in self._words.items()
+        }
 
     def _pick(self, scores: FloatArray, position: int) -> int:
         if self._params.greedy:

@@ -23,7 +23,7 @@ from tokenizers import AddedToken, Tokenizer, normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
-from vlora.errors import InvalidArgument, in_one_line
+from vlora.errors import InvalidArgument, in_one_line, shown
 from vlora.file_names import openable
 
 _BYTE_TOKEN = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
@@ -91,6 +91,20 @@ class Vocabulary:
             if token_bytes:
                 index.setdefault(token_bytes, []).append(token)
         return index
+
+    def tokens_of_word(self, word: str) -> list[int]:
+        """Return the tokens that are a word alone: as it is written, in lower case, in upper case
+        or capitalized, each with or without a space before it. Raises InvalidArgument for none.
+        """
+        forms = {form(word) for form in (str, str.lower, str.upper, str.capitalize)}
+        texts = [text.encode() for form in forms for text in (form, f" {form}")]
+        tokens = sorted(token for text in texts for token in self.tokens_of.get(text, ()))
+        if not tokens:
+            raise InvalidArgument(
+                f"'word_probabilities' has {shown(word)}, which is no token of the model's"
+                " vocabulary; give words that are one token"
+            )
+        return tokens
 
     def token_lengths(self, prefix: bytes) -> tuple[int, ...]:
         """Return the lengths in bytes that a token at the start of a text can have, ascending, with

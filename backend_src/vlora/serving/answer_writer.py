@@ -100,6 +100,7 @@ class AnswerWriter:
         adapter = None
         if output.adapter is not None:
             adapter = {"name": output.adapter, "digest": output.adapter_digest}
+        words = output.word_probabilities
         return json.dumps(
             {
                 "task": self._task,
@@ -107,6 +108,7 @@ class AnswerWriter:
                 "num_cached_tokens": output.num_cached_tokens,
                 "timings": {name: round(t, 6) for name, t in output.timings._asdict().items()},
                 "modes": dict(output.modes),
+                **({"word_probabilities": words} if words else {}),
             },
             allow_nan=False,
         )

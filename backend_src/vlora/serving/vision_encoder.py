@@ -136,7 +136,7 @@ class VisionService(Service):
         freshness = freshness_of(sampling, arrival)
         self.table.share(request, freshness.cache_salt, self._max_requests - len(self.table) + 1)
         images_to_decode = read_images(tensors, sampling, self._limits)
-        if images_to_decode.has_videos:
+        if images_to_decode.has_files:
             require_video_reader()
         adapter = adapter_name(sampling)
         # The decoder has the images until it drops them, even if the request ends before.

@@ -23,6 +23,7 @@ import signal
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -298,7 +299,7 @@ class _Job:
     """A request that is decoded.
 
     sizes, counts: sizes of all pictures, and numbers of pictures of each element, once measured.
-    plans: plans of the video files by name, once measured.
+    plans: plans of the video files by `Element.clip`, once measured.
     seconds: processor time that decoders of its earlier turns have used.
     since: time at which its first turn began.
     is_queued: whether it was interrupted, and needs a permit for long requests.
@@ -309,7 +310,7 @@ class _Job:
     on_done: OnDone
     sizes: list[PictureSize] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
-    plans: dict[str, VideoPlan] = field(default_factory=dict)
+    plans: dict[int, VideoPlan] = field(default_factory=dict)
     seconds: float = 0.0
     since: float = 0.0
     is_queued: bool = False
@@ -397,26 +398,27 @@ class _Turn:
 
         def accept(name: str, width: int, height: int) -> None:
             self._budget.add(name, width, height)
-            sizes.append(PictureSize(height, width, element.is_frame, len(plans)))
+            sizes.append(PictureSize(height, width, element.is_frame, element.clip))
 
-        counts, plans = [], dict[str, VideoPlan]()
+        counts, plans = [], dict[int, VideoPlan]()
         for element in self._elements:
             assert decoder is not None
             self.name = element.name
             before = len(sizes)
             if element.is_video:
-                plan = plans[element.name] = self._plan(decoder, element)
-                size = PictureSize(plan.height, plan.width, True, len(plans) - 1)
+                plan = plans[element.clip] = self._plan(decoder, element)
+                size = PictureSize(plan.height, plan.width, True, element.clip)
                 sizes += [size] * len(plan.indices)
             else:
                 decoder.measure(element, accept, self._permit.wait)
             counts.append(len(sizes) - before)
         for i, frame in enumerate(raw):
             self._budget.add(f"frame {i} of 'frames_raw'", frame.shape[1], frame.shape[0])
-            sizes.append(PictureSize(frame.shape[0], frame.shape[1], True, len(plans)))
-        # The rate is that of transformers, from which positions follow.
+            sizes.append(PictureSize(frame.shape[0], frame.shape[1], True, job.request.videos))
+        frames = Counter(size.clip for size in sizes if size.is_frame)
         videos = [
-            Clip(one.seconds, len(one.indices) / one.total * one.fps) for one in plans.values()
+            plans[i].clip if i in plans else Clip.of_list(frames[i])
+            for i in range(job.request.videos)
         ]
         self._pictures.plan(sizes, videos)
         job.sizes, job.counts, job.plans = sizes, counts, plans
@@ -453,7 +455,7 @@ class _Turn:
     def _decode_element(
         self, decoder: DecodeProcess, element: Element, count: int, done: int
     ) -> None:
-        plan = self._job.plans.get(element.name)
+        plan = self._job.plans[element.clip] if element.is_video else None
         # The frames of earlier turns need not be decoded again.
         start = 0 if plan is None else done
         if plan is not None:
@@ -640,7 +642,7 @@ class ImageDecoder:
             return self._closed_error()
         if code == OUT_OF_TIME:
             seconds = request.max_seconds
-            key = "max_video_seconds" if request.has_videos else "max_decode_seconds"
+            key = "max_video_seconds" if request.has_files else "max_decode_seconds"
             return InvalidArgument(
                 f"decoding the request's images took more than {seconds:g} s of processor time up"
                 f" to {name}; the limit is {seconds:g} ('{key}')"

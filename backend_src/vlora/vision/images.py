@@ -16,6 +16,7 @@ from PIL import Image
 
 from vlora.config import Limits
 from vlora.errors import InvalidArgument
+from vlora.request import FRAME_LIST
 from vlora.sampling import AS_CHECKPOINT, MediaOptions
 from vlora.vision.pictures import ByteArray, check_size
 
@@ -87,42 +88,47 @@ class Element(NamedTuple):
 
     name: name of the element in error messages.
     is_frame: whether its pictures are frames of a clip.
-    is_video: whether it is a video file, a clip of its own.
+    is_video: whether it is a video file.
+    clip: number of the video file, or of the frame's clip, among the request's clips.
     """
 
     data: bytes
     name: str
     is_frame: bool
     is_video: bool = False
+    clip: int = 0
 
 
 @dataclass(frozen=True, eq=False)
 class ImageRequest:
     """The checked images of one request.
 
-    elements: encoded images, video files and frames, in order.
+    elements: encoded images, videos (files, or the frames of a list) and frames, in order.
     raw: uint8 [n, height, width, 3], decoded frames, which follow the elements; n may be 0.
     limits: limits that decoding must observe.
     options: how the images and videos are prepared.
+    videos: number of videos.
     """
 
     elements: Sequence[Element]
     raw: ByteArray
     limits: Limits
     options: MediaOptions = AS_CHECKPOINT
+    videos: int = 0
 
     def __len__(self) -> int:
         return len(self.elements) + len(self.raw)
 
     @property
-    def has_videos(self) -> bool:
+    def has_files(self) -> bool:
+        """Whether a video is a file."""
         return any(element.is_video for element in self.elements)
 
     @property
     def max_seconds(self) -> float:
         """Maximum processor time in seconds for decoding."""
         limits = self.limits
-        return limits.max_video_seconds if self.has_videos else limits.max_decode_seconds
+        return limits.max_video_seconds if self.has_files else limits.max_decode_seconds
 
 
 def check_images(
@@ -135,7 +141,8 @@ def check_images(
 ) -> ImageRequest:
     """Check what can be checked before decoding, and return the images of a request.
 
-    images, frames, videos: encoded files or their base64.
+    images, frames, videos: encoded files or their base64. A video may be a list of frames instead
+        (FRAME_LIST).
     frames_raw: uint8 [n, height, width, 3], which the caller must not change. A request has one
         clip, as `frames` or as `frames_raw`.
 
@@ -144,19 +151,30 @@ def check_images(
     raw = _check_raw(frames_raw)
     if len(frames) and len(raw):
         raise InvalidArgument("send the clip as 'frames' or as 'frames_raw', not as both")
-    check_count(len(images) + len(frames) + len(raw), limits)
+    head = FRAME_LIST.encode()
+    # They are counted before they are split, because each comma would cost memory.
+    listed = sum(data.count(b",") for data in videos if data.startswith(head))
+    check_count(len(images) + len(frames) + len(raw) + listed, limits)
     elements = [Element(data, f"image {i}", False) for i, data in enumerate(images)]
     if len(videos) > limits.max_video_frames:
         raise InvalidArgument(
             f"the request has {len(videos)} videos; each has at least one frame, and the limit is"
             f" {limits.max_video_frames} frames of videos ('max_video_frames')"
         )
-    elements += [Element(data, f"video {i}", True, True) for i, data in enumerate(videos)]
-    elements += [Element(data, f"frame {i}", True) for i, data in enumerate(frames)]
+    for i, data in enumerate(videos):
+        if data.startswith(head):
+            elements += [
+                Element(frame, f"video {i}, frame {j}", True, clip=i)
+                for j, frame in enumerate(data[len(head) :].split(b","))
+            ]
+        else:
+            elements.append(Element(data, f"video {i}", True, True, i))
+    last = len(videos)
+    elements += [Element(data, f"frame {i}", True, clip=last) for i, data in enumerate(frames)]
     for element in elements:
         limit = limits.max_video_bytes if element.is_video else limits.max_image_bytes
         check_size(element.data, element.name, limit)
-    return ImageRequest(elements, raw, limits, options)
+    return ImageRequest(elements, raw, limits, options, len(videos))
 
 
 def check_count(images: int, limits: Limits) -> None:

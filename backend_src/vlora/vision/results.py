@@ -39,6 +39,7 @@ from vlora.tasks import TASKS
 
 SCHEMA_VERSION = "2"
 SCHEMA_PATH = Path(__file__).with_name("result.schema.json")
+WORDS = "word_probabilities"
 MAX_PICTURES = 1 << 16  # Maximum number of images and frames of a result.
 GRID = 1000  # Number of cells along an edge.
 # Maximum number of malformed boxes and names that are described. Further ones are only counted.
@@ -187,7 +188,8 @@ def build_result(
 ) -> str:
     """Return the JSON of one answer, which conforms to the schema.
 
-    details: `task`, `adapter` ({name, digest} or None) and `timings` (seconds by name).
+    details: `task`, `adapter` ({name, digest} or None) and `timings` (seconds by name), and
+        `word_probabilities` if the request has asked for them.
     layout: int32 [n, 6]; its last column, is_video, is the number of frames, 0 for an image.
     size: int32 [n, 2], height and width in pixels.
     labels, scores: outputs of a vision task head, of equal length; empty without a head.
@@ -223,6 +225,7 @@ def build_result(
         "counts": dict(Counter(box.label for box in boxes if box.label is not None)),
         "scores": {label: float(score) for label, score in zip(labels, scores, strict=True)},
         "warnings": warnings,
+        **({WORDS: details[WORDS]} if WORDS in details else {}),
     }
     return json.dumps(result, allow_nan=False)
 

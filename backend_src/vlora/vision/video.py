@@ -26,13 +26,13 @@ from typing import Any
 import numpy as np
 
 from vlora.errors import InvalidArgument
+from vlora.request import FRAMES_PER_SECOND, Clip
 from vlora.vision.pictures import ByteArray, check_size, unwrap
 
 CONTAINERS = "MP4, MOV, Matroska, WebM and MPEG-TS"
 # Codecs by FFmpeg's names, with their names in messages.
 CODECS = {"h264": "H.264", "hevc": "H.265", "vp9": "VP9", "av1": "AV1", "mjpeg": "Motion JPEG"}
 DECODERS = "h264,hevc,vp9,libdav1d,mjpeg"  # FFmpeg's decoders of these codecs.
-DEFAULT_FPS = 24.0  # Frame rate that transformers assumes if a file does not tell it.
 MAX_PACKETS = 500_000  # Maximum number of packets of a file: over 2 hours at 60 frames a second.
 # Maximum number of frames by which codecs send a frame earlier or later than it is shown.
 MAX_REORDERED = 32
@@ -101,6 +101,11 @@ class VideoPlan:
     total: int
     duration: float
 
+    @property
+    def clip(self) -> Clip:
+        # The rate is that of transformers, from which positions follow.
+        return Clip(self.seconds, len(self.indices) / self.total * self.fps)
+
     def with_indices(self, indices: Iterable[int]) -> VideoPlan:
         """Return the plan of the same file with other sampled frames."""
         numbers = tuple(map(int, indices))
@@ -132,7 +137,7 @@ def plan_video(data: bytes, name: str, limit: int) -> VideoPlan:
         if first is None:
             raise InvalidArgument(f"{name} has no frame that can be decoded")
         rate = stream.average_rate or stream.guessed_rate or stream.base_rate
-        fps = float(rate) if rate and rate > 0 else DEFAULT_FPS
+        fps = float(rate) if rate and rate > 0 else FRAMES_PER_SECOND
         is_transposed, _, _ = _orientation(first)
         height, width = first.height, first.width
         if is_transposed:

@@ -33,6 +33,7 @@ from vlora.watch.pixels import Shot
 
 MODEL = "video_analytics"
 SETUP_SECONDS = 5.0
+WORDS, YES = "word_probabilities", "yes"  # Key of requests and of `result`, and its word.
 EXTRA_SECONDS = 5.0  # Time for an answer beyond its deadline, which the server keeps.
 
 
@@ -108,6 +109,8 @@ class Analytics:
         keys |= {"stream_id": stream_id, "supersede": True}
         if camera.adapter:
             keys["lora_name"] = camera.adapter
+        if any(rule.when.yes_probability is not None for rule in camera.alerts):
+            keys[WORDS] = [*keys.get(WORDS, ()), YES]
         strings: dict[str, Sequence[bytes]] = {
             "text_input": [camera.question.encode()],
             "sampling_parameters": [json.dumps(keys).encode()],
@@ -136,7 +139,7 @@ def answer_of(
     found = [one["index"] for one in result["frames"] if one["objects"]]
     index = found[-1] if found else len(chunk.frames) // 2
     scores = {str(label): float(score) for label, score in result["scores"].items()}
-    yes = next((score for label, score in scores.items() if label.lower() == "yes"), None)
+    yes = {label.lower(): score for label, score in scores.items()} | result.get(WORDS, {})
     adapter = result["adapter"] or {}
     return Answer(
         camera=name,
@@ -145,7 +148,7 @@ def answer_of(
         answered=time.time(),
         text=result["text"],
         scores=scores,
-        yes=yes,
+        yes=yes.get(YES),
         objects=result["frames"][index]["objects"] if found else (),
         adapter=adapter.get("name", ""),
         digest=adapter.get("digest", ""),

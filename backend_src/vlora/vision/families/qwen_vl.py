@@ -29,8 +29,8 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import (
 )
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel, Qwen3VLVisionModel
 
-from vlora.model.decoder_config import FRAMES_PER_SECOND
 from vlora.model.folder_checks import processor_settings
+from vlora.request import Clip
 from vlora.vision.families.base import FOR_RGB, Pixels, VisionFamily, without_decoder
 from vlora.vision.images import DecodedImage, stacked
 from vlora.vision.video import VideoSampling
@@ -201,7 +201,7 @@ def timed_text(image_text: str, frames: int, seconds: Sequence[float]) -> str:
     clip. The time of a pair is the mean of its frames' times, in seconds.
     """
     start, _, end = image_text.partition("<|image_pad|>")
-    times = seconds or [frame / FRAMES_PER_SECOND for frame in range(frames)]
+    times = seconds or Clip.of_list(frames).seconds
     pairs = ""
     for first in range(0, frames, FRAMES_PER_PAIR):
         last = min(first + FRAMES_PER_PAIR, frames) - 1
