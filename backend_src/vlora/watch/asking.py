@@ -109,8 +109,10 @@ class Analytics:
         keys |= {"stream_id": stream_id, "supersede": True}
         if camera.adapter:
             keys["lora_name"] = camera.adapter
-        if any(rule.when.yes_probability is not None for rule in camera.alerts):
-            keys[WORDS] = [*keys.get(WORDS, ()), YES]
+        words = keys.get(WORDS) or []
+        is_asked = any(rule.when.yes_probability is not None for rule in camera.alerts)
+        if is_asked and isinstance(words, list):  # The server refuses anything else.
+            keys[WORDS] = [*words, YES]
         strings: dict[str, Sequence[bytes]] = {
             "text_input": [camera.question.encode()],
             "sampling_parameters": [json.dumps(keys).encode()],

@@ -110,6 +110,20 @@ def test_skipped_chunks_count_for_alerts_as_the_last_answer(start, triton, tmp_p
     run.stop()
 
 
+def test_the_probability_of_yes_is_asked_for_beside_the_words_of_a_camera(start, triton):
+    alerts = {"alerts": [{"name": "any", "when": {"yes_probability": 0.5}}]}
+    words = {"null": None, "list": ["no"], "text": "no"}
+    cameras = {
+        name: QUICK | alerts | {"sampling": {"word_probabilities": value}}
+        for name, value in words.items()
+    }
+    run = start(plain=QUICK, **cameras)
+    until(lambda: all(run[name].reader.counts.answered for name in ("plain", *words)), 10)
+    sent = [json.loads(one["sampling_parameters"][0]) for one in triton.requests]
+    found = {keys["stream_id"].rpartition("-")[2]: keys.get("word_probabilities") for keys in sent}
+    assert found == {"plain": None, "null": ["yes"], "list": ["no", "yes"], "text": "no"}
+
+
 def test_when_the_server_is_full_the_camera_of_lowest_priority_yields(start, triton):
     triton.refusal = FULL
     run = start(door=QUICK | {"priority": 0}, yard=QUICK | {"priority": 7})
