@@ -17,8 +17,8 @@ from gi.repository import GLib, Gst, GstRtspServer  # noqa: E402
 PIPELINE = (
     "( videotestsrc is-live=true pattern=ball num-buffers={frames} ! videoconvert ! videoscale"
     " ! capsfilter name=caps caps=video/x-raw,width=320,height=240,framerate=15/1"
-    " ! x264enc tune=zerolatency speed-preset=ultrafast key-int-max=15"
-    " ! rtph264pay name=pay0 pt=96 config-interval=-1 )"
+    " ! x264enc tune=zerolatency speed-preset=ultrafast key-int-max=15 sliced-threads=false"
+    " ! rtph264pay name=pay0 pt=96 config-interval=-1 mtu={mtu} )"
 )
 
 
@@ -26,6 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("port")
     parser.add_argument("--frames", default=-1)
+    parser.add_argument("--mtu", default=1400)
     parser.add_argument("--user")
     parser.add_argument("--password")
     options = parser.parse_args()
@@ -34,7 +35,7 @@ def main() -> None:
     server.set_address("127.0.0.1")
     server.set_service(options.port)
     factory = GstRtspServer.RTSPMediaFactory()
-    factory.set_launch(PIPELINE.format(frames=options.frames))
+    factory.set_launch(PIPELINE.format(frames=options.frames, mtu=options.mtu))
     factory.set_shared(True)
     medias = []
     factory.connect("media-configure", lambda factory, media: medias.append(media))

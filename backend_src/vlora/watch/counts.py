@@ -17,7 +17,8 @@ class Counts:
     drops: chunks that were not asked about, because a newer one replaced them, or that the server
         gave up. yielded: drops while other cameras had priority.
     reconnections: connections after the first one. gaps: jumps of the stream, and times at which
-        it was not there. broken: chunks without all frames. damaged: packets that FFmpeg refused.
+        it was not there. broken: chunks without all frames. damaged: frames left out because
+        packets of theirs, or of frames that they depend on, were lost.
     """
 
     chunks: int = 0

@@ -62,6 +62,7 @@ class Watched:
             drops=counts.drops,
             reconnections=counts.reconnections,
             gaps=counts.gaps,
+            damaged=counts.damaged,
             skipped=counts.share_skipped,
         )
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.support.cameras import RtspCamera, WatchRun
+from tests.support.cameras import LossyRelay, RtspCamera, WatchRun
 from tests.support.polling import until
 from vlora.watch.camera import CameraReader, open_source
 from vlora.watch.config import Camera
@@ -81,6 +81,29 @@ def test_a_camera_that_is_killed_is_connected_when_it_is_back(start, camera):
     rtsp.start()
     wait_for_answers(run)
     assert sum("Connection refused" in line for line in run.lines) == 1
+
+
+def test_a_camera_that_loses_packets_goes_on_and_recovers_with_the_next_key_frame(start, camera):
+    relay = LossyRelay(camera("--mtu", "200").port)
+    try:
+        run = start(gate={"url": relay.url, "transport": "udp", **CHUNKS})
+        wait_for_answers(run)
+        counts = run["gate"].reader.counts
+        assert counts.damaged == 0
+        relay.loss = 0.1
+        until(lambda: counts.damaged >= 20, 30)
+        wait_for_answers(run)
+        relay.loss, ended = 0.0, time.time()
+        until(lambda: run["gate"].last.began > ended, 10)
+        damaged = counts.damaged
+        wait_for_answers(run, 6)
+    finally:
+        relay.close()
+    # A key frame comes each second. The one that was on its way may have been damaged.
+    assert run["gate"].last.began > ended
+    assert counts.damaged - damaged < 15
+    assert relay.lost > 20
+    assert counts.reconnections == counts.errors == 0
 
 
 def test_another_resolution_starts_another_chunk_without_a_new_connection(start, camera, triton):
