@@ -173,7 +173,7 @@ class WatchRun:
 
     def start(self) -> None:
         self._thread.start()
-        until(lambda: self.watch and len(self.watch.watched()) == self._count, 10)
+        until(lambda: self.watch and len(self.watch.watched()) >= self._count, 10)
 
     def stop(self) -> None:
         if self._thread.is_alive():
@@ -202,4 +202,4 @@ class WatchRun:
 
     def __getitem__(self, name: str) -> Watched:
         assert self.watch is not None
-        return next(one for one in self.watch.watched() if one.reader.name == name)
+        return next(one for one in self.watch.watched() if one.name == name)

@@ -97,7 +97,7 @@ def run(file: Path, cameras: Cameras, jsonl: Path | None, seconds: float | None)
 
         watched = asyncio.run(watch_cameras(file, cameras, record, seconds))
     print_summary(watched)
-    counts = [one.reader.counts for one in watched]
+    counts = [one.counts for one in watched]
     return any(one.errors and not one.answered for one in counts)
 
 
@@ -193,11 +193,15 @@ def check_once(cameras: Cameras) -> bool:
     """Try the server and each camera. Return whether any failed."""
     faults = [asyncio.run(_server_fault(cameras.server))]
     print_plain(f"server {cameras.server}: {faults[0] or 'ready'}")
+    streams = {one.stream: one for one in cameras.cameras.values()}
     with ThreadPoolExecutor(MAX_CHECKS) as pool:
-        tried = pool.map(_camera_fault, cameras.cameras.values())
-        for name, (fault, shown) in zip(cameras.cameras, tried, strict=True):
-            faults.append(fault)
-            print_plain(f"{name}: {fault or shown}")
+        tried = dict(zip(streams, pool.map(_camera_fault, streams.values()), strict=True))
+    for name, camera in cameras.cameras.items():
+        fault, shown = tried[camera.stream]
+        faults.append(fault)
+        print_plain(f"{name}: {fault or shown}")
+    for sentence in cameras.doubled():
+        print_plain(sentence)
     return any(faults)
 
 
@@ -215,11 +219,11 @@ async def _server_fault(address: str) -> str:
 def _camera_fault(camera: Camera) -> tuple[str, str]:
     """Return why no frame of a camera can be read, or "" and the size of its first frame."""
     from vlora.watch.camera import open_source
-    from vlora.watch.counts import Counts
+    from vlora.watch.counts import StreamCounts
     from vlora.watch.ring import PacketRing
 
     try:
-        source = open_source(camera, PacketRing(0.0, 0.0), Counts())
+        source = open_source(camera, PacketRing(0.0, 0.0), StreamCounts())
         try:
             frame = next(source.frames(lambda: 0.0), None)
         finally:

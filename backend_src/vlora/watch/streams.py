@@ -16,7 +16,7 @@ import av
 
 from vlora.watch.chunks import Frame
 from vlora.watch.config import Camera
-from vlora.watch.counts import Counts
+from vlora.watch.counts import StreamCounts
 from vlora.watch.pixels import Pixels, View, of_video
 from vlora.watch.ring import PacketRing
 from vlora.watch.sources import SourceError
@@ -54,7 +54,7 @@ class LazyDecoder:
     the next whole key frame. FFmpeg does not notice that all packets of a frame are lost.
     """
 
-    def __init__(self, context: Any, counts: Counts) -> None:
+    def __init__(self, context: Any, counts: StreamCounts) -> None:
         self._context, self._counts = context, counts
         self._pending: list[Any] = []
         self._bytes = 0
@@ -114,7 +114,9 @@ class StreamClock:
     recorded; otherwise the first one tells it.
     """
 
-    def __init__(self, is_live: bool, counts: Counts, now: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, is_live: bool, counts: StreamCounts, now: Callable[[], float] = time.time
+    ) -> None:
         self._is_live, self._counts, self._now = is_live, counts, now
         self._offset: float | None = None
         self._read_at = now()
@@ -156,7 +158,7 @@ class VideoStream:
     seconds late, they are not decoded until one has to be waited for.
     """
 
-    def __init__(self, camera: Camera, url: str, ring: PacketRing, counts: Counts) -> None:
+    def __init__(self, camera: Camera, url: str, ring: PacketRing, counts: StreamCounts) -> None:
         self._camera, self._ring, self._counts = camera, ring, counts
         self._max_late = max(MIN_LATE_SECONDS, camera.period)
         self._container = _open(camera, url)

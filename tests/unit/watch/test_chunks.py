@@ -12,7 +12,7 @@ from tests.support.cameras import write_video
 from vlora.watch.admission import Admission
 from vlora.watch.chunks import Chunk, Chunker, Frame
 from vlora.watch.config import Gate
-from vlora.watch.counts import Counts
+from vlora.watch.counts import StreamCounts
 from vlora.watch.gate import CELLS, SceneGate, small_grey
 from vlora.watch.pixels import WHOLE, Region, Shot, View, of_array
 from vlora.watch.sources import SyntheticCamera
@@ -95,7 +95,7 @@ def test_lazy_decoding_yields_the_same_frames_for_less_work(
     found: list[tuple[float, int]] = []
     decoded, wanted = 0, 0.0
     with av.open(str(path)) as container:
-        decoder = LazyDecoder(container.streams.video[0].codec_context, Counts())
+        decoder = LazyDecoder(container.streams.video[0].codec_context, StreamCounts())
         for packet in container.demux(video=0):
             if not packet.size:
                 frames = decoder.finish()
@@ -120,7 +120,7 @@ def test_pictures_after_damage_are_left_out_up_to_the_next_whole_key_frame(tmp_p
     options = {"g": "8", "bf": "0", "sc_threshold": "0", "threads": "1"}
     noise = np.random.default_rng(0).integers(0, 256, (30, 128, 128, 3), np.uint8)
     path = write_video(tmp_path / "v.ts", 10, [*noise], (128, 128), "h264", **options)
-    counts, times = Counts(), []
+    counts, times = StreamCounts(), []
     with av.open(str(path)) as container:
         stream = container.streams.video[0]
         decoder = LazyDecoder(stream.codec_context, counts)
@@ -139,7 +139,7 @@ def test_pictures_after_damage_are_left_out_up_to_the_next_whole_key_frame(tmp_p
 def clock(is_live: bool = True):
     streams = pytest.importorskip("vlora.watch.streams", reason="the extra watch is not installed")
     now = [1000.0]
-    counts = Counts()
+    counts = StreamCounts()
     return streams.StreamClock(is_live, counts, lambda: now[0]), now, counts
 
 
