@@ -116,13 +116,15 @@ async def watch_cameras(
 ) -> Sequence[Watched]:
     """Watch until all sources have ended, a signal, or for so many seconds. Return all cameras."""
     from vlora.watch.asking import Analytics
-    from vlora.watch.desk import open_desk
+    from vlora.watch.desk import open_desk, removed_sinks
     from vlora.watch.page import WatchPage
     from vlora.watch.run import Watch
 
     async with Analytics(cameras.server) as analytics:
         await analytics.check()
         with ExitStack() as stack:
+            for sentence in removed_sinks(cameras.sinks, cameras.retention, clean=True):
+                print_plain(sentence)
             desk = open_desk(cameras.sinks, cameras.retention)
             stack.callback(desk.close, CLOSE_SECONDS)
             watch = Watch(file, cameras, analytics, desk, print_plain, record)
@@ -191,6 +193,8 @@ def print_summary(watched: Sequence[Watched]) -> None:
 
 def check_once(cameras: Cameras) -> bool:
     """Try the server and each camera. Return whether any failed."""
+    from vlora.watch.desk import removed_sinks
+
     faults = [asyncio.run(_server_fault(cameras.server))]
     print_plain(f"server {cameras.server}: {faults[0] or 'ready'}")
     streams = {one.stream: one for one in cameras.cameras.values()}
@@ -200,7 +204,7 @@ def check_once(cameras: Cameras) -> bool:
         fault, shown = tried[camera.stream]
         faults.append(fault)
         print_plain(f"{name}: {fault or shown}")
-    for sentence in cameras.doubled():
+    for sentence in (*cameras.doubled(), *removed_sinks(cameras.sinks, cameras.retention)):
         print_plain(sentence)
     return any(faults)
 

@@ -27,7 +27,7 @@ from pydantic import Field, field_validator
 from vlora.errors import ServerError
 from vlora.net import is_local
 from vlora.strict_yaml import Int, StrictModel
-from vlora.watch.disk_queue import DiskQueue
+from vlora.watch.disk_queue import SUFFIX, DiskQueue
 
 # Pauses in seconds after a failed try: the first one, doubled each time up to the last one.
 FIRST_PAUSE, LAST_PAUSE = 1.0, 30.0
@@ -162,7 +162,7 @@ class Delivery:
         self._sent = self._refused = self._failures = 0
         self._away = ""
         size = options.max_megabytes * 1_000_000
-        self._queue = DiskQueue(folder / f"{options.name}.queue", options.max_messages, size)
+        self._queue = DiskQueue(folder / f"{options.name}{SUFFIX}", options.max_messages, size)
         self._sink = options.open()
         self._closing = threading.Event()
         self._wake = threading.Event()
