@@ -220,7 +220,8 @@ class Watch:
             self._skip(watched, watched.last, chunk)
             return
         # The times of a file that is read fast lie in the future.
-        since = chunk.ended if watched.camera.pace == "real" else time.time()
+        asked = time.time()
+        since = chunk.ended if watched.camera.pace == "real" else asked
         result = await self._ask(watched, chunk)
         if result is None or self._watched.get(name) is not watched:
             return
@@ -231,7 +232,7 @@ class Watch:
         if watched.gate:
             watched.gate.note_answer(chunk, answer.answered)
         self._desk.take(watched.camera.alerts, answer)
-        self._tell(answer, chunk, result)
+        self._tell(answer, chunk, asked, result)
 
     def _skip(self, watched: Watched, last: Answer, chunk: Chunk[Shot]) -> None:
         """Let the last answer stand for an unchanged chunk."""
@@ -267,11 +268,14 @@ class Watch:
             if yields := self._admission.refused(priorities, time.monotonic()):
                 self._report(f"{yields}: yields to other cameras, because the server is full")
 
-    def _tell(self, answer: Answer, chunk: Chunk[Shot], result: dict[str, Any]) -> None:
+    def _tell(
+        self, answer: Answer, chunk: Chunk[Shot], asked: float, result: dict[str, Any]
+    ) -> None:
         record = {
             "camera": answer.camera,
             "began": answer.began,
             "ended": answer.ended,
+            "asked": asked,
             "answered": answer.answered,
             "result": result,
         }

@@ -400,6 +400,7 @@ def test_an_interrupt_ends_in_order_with_a_summary(triton, tmp_path):
     assert "p95 s" in shown
     record = json.loads(log.read_text().splitlines()[0])
     assert record["camera"] == "door"
+    assert record["ended"] <= record["asked"] <= record["answered"]
     assert record["result"]["text"] == "moving left"
 
 
