@@ -17,7 +17,7 @@ from urllib.parse import quote, urlsplit
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from vlora.errors import InvalidArgument, nearest, shown
-from vlora.strict_yaml import Float, Int, StrictModel, describe, read_yaml
+from vlora.strict_yaml import VARIABLE, Float, Int, StrictModel, describe, fill_variables, read_yaml
 from vlora.watch.page import PageOptions
 from vlora.watch.pixels import Region
 from vlora.watch.rules import AlertRule
@@ -36,7 +36,6 @@ QUESTION_KEYS = frozenset(
 # Sampling keys that other keys of a camera set.
 OWN_SAMPLING = ("lora_name", "stream_id", "supersede", "deadline_ms", "priority")
 STREAMS = ("rtsp", "rtsps", "http", "https")
-VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 # Also a password with a slash in it, which a URL may not have.
 USER_PART = re.compile(r"(?<=://)[^\s'\"]*(?=@)")
 
@@ -234,29 +233,23 @@ class Camera(StrictModel):
 
         In the part of the user, values are encoded, so a password may hold any characters.
         """
+
+        def read(name: str) -> str:
+            if name not in variables:
+                raise InvalidArgument(f"the variable {name} of the environment is not set")
+            return variables[name]
+
+        def encoded(name: str) -> str:
+            return quote(read(name), safe="")
+
         user, url = self.user, self.url
-        if user:
-            filled = _filled(user, variables, encoded=True)
-            if self.password_env:
-                password = _variable(self.password_env, variables)
-                filled = f"{filled.partition(':')[0]}:{quote(password, safe='')}"
-            head, _, rest = url.partition(f"://{user}@")
-            return f"{head}://{filled}@{_filled(rest, variables)}"
-        return _filled(url, variables)
-
-
-def _filled(text: str, variables: Mapping[str, str], encoded: bool = False) -> str:
-    def value(found: re.Match[str]) -> str:
-        text = _variable(found[1], variables)
-        return quote(text, safe="") if encoded else text
-
-    return VARIABLE.sub(value, text)
-
-
-def _variable(name: str, variables: Mapping[str, str]) -> str:
-    if name not in variables:
-        raise InvalidArgument(f"the variable {name} of the environment is not set")
-    return variables[name]
+        if not user:
+            return fill_variables(url, read)
+        filled = fill_variables(user, encoded)
+        if self.password_env:
+            filled = f"{filled.partition(':')[0]}:{encoded(self.password_env)}"
+        head, _, rest = url.partition(f"://{user}@")
+        return f"{head}://{filled}@{fill_variables(rest, read)}"
 
 
 class Cameras(StrictModel):
