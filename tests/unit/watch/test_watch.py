@@ -25,7 +25,8 @@ from tests.support.fake_triton import FakeTriton
 from tests.support.polling import until
 from vlora.cli import app
 from vlora.errors import ServerError
-from vlora.watch.camera import Pauses, open_source
+from vlora.watch.camera import Mailbox, Pauses, open_source
+from vlora.watch.chunks import Chunk
 from vlora.watch.config import Camera
 from vlora.watch.counts import StreamCounts
 from vlora.watch.pixels import View
@@ -359,6 +360,20 @@ def test_check_tries_the_server_and_each_camera_once(triton, tmp_path):
     assert "door: synthetic shows 256 x 256" in done.stdout
     assert "gone.mp4: No such file" in done.stdout
     assert triton.requests == []
+
+
+def test_a_question_that_is_removed_does_not_hold_a_fast_file_up():
+    box, stop = Mailbox("gate:fire", lambda: None, every=2), threading.Event()
+    chunks = [Chunk(float(at), at + 0.5, []) for at in range(4)]
+    reader = threading.Thread(target=lambda: [box.put(one, stop, True) for one in chunks])
+    reader.start()
+    until(lambda: box.counts.chunks == 1, 10)
+    reader.join(0.3)
+    assert reader.is_alive(), "it waits until the first chunk is taken"
+    box.is_closed = True
+    reader.join(10)
+    assert not reader.is_alive()
+    assert box.counts.chunks == 2
 
 
 def test_check_tries_a_stream_of_several_questions_once_and_tells_of_several_decoders(
