@@ -123,10 +123,10 @@ async def watch_cameras(
     async with Analytics(cameras.server) as analytics:
         await analytics.check()
         with ExitStack() as stack:
-            for sentence in removed_sinks(cameras.sinks, cameras.retention, clean=True):
-                print_plain(sentence)
             desk = open_desk(cameras.sinks, cameras.retention)
             stack.callback(desk.close, CLOSE_SECONDS)
+            for sentence in removed_sinks(cameras.sinks, cameras.retention, clean=True):
+                print_plain(sentence)
             watch = Watch(file, cameras, analytics, desk, print_plain, record)
             if cameras.page is not None:
                 page = WatchPage(cameras.page, watch.views, desk)

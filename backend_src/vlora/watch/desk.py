@@ -36,6 +36,7 @@ BOX_COLOUR = (29, 95, 224)  # The playground's.
 def open_desk(sinks: Sequence[SinkOptions], retention: Retention) -> AlertDesk:
     """Return a desk with these sinks. Raises ServerError if a sink or the folder cannot be used."""
     store = Store(retention)
+    store.lock()  # Before the events of a killed process are ended: it may live.
     opened: list[Delivery] = []
     try:
         for options in sinks:
@@ -43,6 +44,7 @@ def open_desk(sinks: Sequence[SinkOptions], retention: Retention) -> AlertDesk:
     except BaseException:
         for delivery in opened:
             delivery.close(1.0)
+        store.unlock()
         raise
     return AlertDesk(opened, store)
 
@@ -58,13 +60,17 @@ def removed_sinks(
     for path in sorted((retention.folder / QUEUES).glob(f"*{SUFFIX}")):
         if (name := path.name.removesuffix(SUFFIX)) in names:
             continue
-        count, age = count_messages(path), time.time() - path.stat().st_mtime
-        told = f"the sink '{name}' is not in the file, but {path} holds"
-        told += " messages" if count is None else f" {count} of its messages"
-        if not clean or (count and age < retention.days * 86400) or count is None:
+        parts = [path.with_name(path.name + end) for end in ("", "-wal", "-shm")]
+        age = time.time() - max(part.stat().st_mtime for part in parts if part.exists())
+        count = count_messages(path)
+        told = f"the sink '{name}' is not in the file, but {path} holds {count} of its messages"
+        if count is None:
+            yield f"the sink '{name}' is not in the file, and its queue {path} cannot be read"
+            continue
+        if not clean or (count and age < retention.days * 86400):
             yield f"{told}; name the sink again to send them, or remove the queue"
             continue
-        for part in (path, *(path.with_name(path.name + end) for end in ("-wal", "-shm"))):
+        for part in parts:
             part.unlink(missing_ok=True)
         if count:
             yield f"{told}, older than {retention.days:g} days; the queue was removed"
@@ -74,7 +80,7 @@ class AlertDesk:
     """The alerts of all cameras. Its methods return at once, and any thread may call them."""
 
     def __init__(self, sinks: Sequence[Delivery], store: Store) -> None:
-        """Take over the sinks, which `close` closes."""
+        """Take over the sinks and the locked store, which `close` closes and unlocks."""
         self.store = store
         self._sinks = sinks
         self._states: dict[str, dict[str, AlertState]] = {}  # by camera, by rule
@@ -158,6 +164,7 @@ class AlertDesk:
             sink.stop()
         for sink in self._sinks:
             sink.close(max(0.0, deadline - time.monotonic()))
+        self.store.unlock()
 
     def _pass_on(self, events: Sequence[Event]) -> None:
         for event in events:

@@ -58,8 +58,9 @@ class Watched:
         """Take no more chunks, and stop the reader if nobody else does."""
         self.mailbox.is_closed = True
         reader = self.reader
-        reader.mailboxes = tuple(box for box in reader.mailboxes if box is not self.mailbox)
-        if not reader.mailboxes:
+        if others := tuple(box for box in reader.mailboxes if box is not self.mailbox):
+            reader.mailboxes = others
+        else:
             reader.stop()
         self.changed.set()
 
@@ -102,6 +103,7 @@ class Watch:
         record: Callable[[dict[str, Any]], None] = lambda record: None,
     ) -> None:
         self._path, self._file = path, cameras
+        self._known = None if path is None else _stamp(path)
         self._analytics, self._desk, self._report, self._record = analytics, desk, report, record
         self._run = uuid.uuid4().hex[:12]
         self._admission = Admission()
@@ -178,13 +180,13 @@ class Watch:
         self._tasks[watched] = asyncio.create_task(self._serve(watched))
 
     async def _reload(self, path: Path) -> None:
-        known = stamp = _stamp(path)
+        stamp = self._known
         while True:
             await asyncio.sleep(RELOAD_SECONDS)
             last, stamp = stamp, _stamp(path)
-            if stamp == known or stamp != last:
+            if stamp == self._known or stamp != last:
                 continue
-            known = stamp
+            self._known = stamp
             try:
                 file = await asyncio.to_thread(read_cameras, path)
             except InvalidArgument as error:

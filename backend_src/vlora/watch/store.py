@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import re
 import threading
 from bisect import insort
@@ -59,6 +61,21 @@ class Store:
         self._sizes = {name: size for name, size in files if NAME.fullmatch(name)}
         self._names = sorted(self._sizes)
         self.trim()
+
+    def lock(self) -> None:
+        """Keep the folder from other processes until `unlock`. Raises ServerError."""
+        self._handle = os.open(self._folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._handle)
+            reason = f"another `vlora watch` uses the folder {self._folder}"
+            raise ServerError(f"{reason}; name another as retention.folder") from None
+        except OSError:  # The file system has no locks.
+            pass
+
+    def unlock(self) -> None:
+        os.close(self._handle)
 
     @property
     def size_bytes(self) -> int:

@@ -218,6 +218,9 @@ def test_what_a_removed_sink_has_not_taken_is_told_and_kept_for_the_days_of_rete
     (told,) = removed_sinks(sinks, retention, clean=True)
     assert told.endswith("2 of its messages, older than 2 days; the queue was removed")
     assert [path.name for path in (tmp_path / "queues").iterdir()] == ["kept.queue"]
+    (tmp_path / "queues" / "odd.queue").write_text("no database" * 100)
+    (told,) = removed_sinks(sinks, retention, clean=True)
+    assert told.endswith("odd.queue cannot be read")
 
 
 def test_silence_ends_an_event_by_the_clock(tmp_path: Path) -> None:
@@ -273,6 +276,10 @@ def test_a_sink_that_cannot_be_opened_closes_the_others(tmp_path: Path) -> None:
     retention = Retention(folder=tmp_path)
     with pytest.raises(ServerError, match="no variable VLORA_NO_SUCH_VARIABLE"):
         open_desk([good, READER.validate_python(bad)], retention)
+    running = open_desk([good], retention)
+    with pytest.raises(ServerError, match="another `vlora watch` uses the folder"):
+        open_desk([], retention)
+    running.close(1.0)
     open_desk([good], retention).close(1.0)
 
 
