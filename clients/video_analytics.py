@@ -140,7 +140,7 @@ def analyse(options: argparse.Namespace) -> int:
     print_summary(watched)
     if printer.known:
         print(f"{printer.right} of {printer.known} answers are right")
-    return int(any(one.reader.counts.errors for one in watched))
+    return int(any(one.counts.errors for one in watched))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

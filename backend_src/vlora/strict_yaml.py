@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,9 +17,16 @@ MAX_BYTES = 1 << 20
 MAX_VALUES = 100_000
 MAX_PROBLEMS = 5  # Maximum number of problems that one error message lists.
 
+VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+
 # Numbers that are neither YAML's `true` nor quoted.
 Int = Annotated[int, Field(strict=True)]
 Float = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+
+
+def fill_variables(text: str, read: Callable[[str], str]) -> str:
+    """Return a text with `read(NAME)` in place of each `${NAME}`."""
+    return VARIABLE.sub(lambda found: read(found[1]), text)
 
 
 def read_yaml(path: Path) -> Any:

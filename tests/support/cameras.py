@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
+import re
+import socket
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +36,15 @@ assert all(map(Gst.ElementFactory.find, ("videotestsrc", "x264enc", "rtph264pay"
 def write_video(
     path: Path,
     rate: int,
-    shades: Sequence[int],
+    shades: Sequence[Any],
     size: tuple[int, int] = (32, 32),
     codec: str = "mpeg4",
     **options: str,
 ) -> Path:
-    """Write a video of grey frames (width, height), `rate` of them per second. Return its path."""
+    """Write a video of grey frames (width, height), `rate` of them per second. Return its path.
+
+    shades: for each frame a grey value, or an array that fills [height, width, 3].
+    """
     av = pytest.importorskip("av", reason="the package `av` is not installed")
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=rate, options=options)
@@ -84,6 +90,66 @@ class RtspCamera:
         self.process.communicate()
 
 
+class LossyRelay:
+    """A relay between a client and an RTSP server, through which the packets of UDP come.
+
+    loss: share of the packets of video that it drops. lost: how many it has dropped.
+    """
+
+    def __init__(self, port: str) -> None:
+        self.loss, self.lost = 0.0, 0
+        self._server = ("127.0.0.1", int(port))
+        self._random = random.Random(7)
+        self._sockets = [socket.create_server(("127.0.0.1", 0))]
+        self.url = f"rtsp://127.0.0.1:{self._sockets[0].getsockname()[1]}/camera"
+        self._start(self._accept)
+
+    def close(self) -> None:
+        for one in self._sockets:
+            with contextlib.suppress(OSError):  # The other side may have ended the connection.
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+
+    def _start(self, work: Callable[..., None], *arguments: Any) -> None:
+        def run() -> None:
+            with contextlib.suppress(OSError):  # The sockets are closed at the end.
+                work(*arguments)
+
+        threading.Thread(target=run, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            client = self._sockets[0].accept()[0]
+            server = socket.create_connection(self._server)
+            self._sockets += [client, server]
+            self._start(self._pass_on, client, server)
+            self._start(self._pass_on, server, client)
+
+    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
+        while data := source.recv(65536):
+            target.sendall(re.sub(rb"client_port=(\d+)-\d+", self._own_ports, data))
+        target.shutdown(socket.SHUT_RDWR)
+
+    def _own_ports(self, found: re.Match[bytes]) -> bytes:
+        """Put the ports of new sockets in place of the client's, to which they pass packets on."""
+        pair = [socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2)]
+        for one in pair:
+            one.bind(("127.0.0.1", 0))
+        self._sockets += pair
+        for index, one in enumerate(pair):
+            self._start(self._pass_packets, one, int(found[1]) + index)
+        ports = [one.getsockname()[1] for one in pair]
+        return b"client_port=%d-%d" % (ports[0], ports[1])
+
+    def _pass_packets(self, source: socket.socket, port: int) -> None:
+        is_video = port % 2 == 0
+        while data := source.recv(65536):
+            if is_video and self._random.random() < self.loss:
+                self.lost += 1
+            else:
+                source.sendto(data, ("127.0.0.1", port))
+
+
 class WatchRun:
     """A `Watch` in a thread of its own, on a file that a test may change.
 
@@ -107,7 +173,7 @@ class WatchRun:
 
     def start(self) -> None:
         self._thread.start()
-        until(lambda: self.watch and len(self.watch.watched()) == self._count, 10)
+        until(lambda: self.watch and len(self.watch.watched()) >= self._count, 10)
 
     def stop(self) -> None:
         if self._thread.is_alive():
@@ -136,4 +202,4 @@ class WatchRun:
 
     def __getitem__(self, name: str) -> Watched:
         assert self.watch is not None
-        return next(one for one in self.watch.watched() if one.reader.name == name)
+        return next(one for one in self.watch.watched() if one.name == name)

@@ -35,11 +35,11 @@ def test_cameras_with_adapters_of_their_own_are_answered_and_raise_alerts(
     run.start()
     try:
         for name in cameras:
-            until(lambda name=name: run[name].reader.counts.answered >= 4, 120)
+            until(lambda name=name: run[name].counts.answered >= 4, 120)
         until(lambda: rules_of(tmp_path / "kept" / "events") == {"motion", "circle"}, 30)
     finally:
         run.stop()
-    assert run["yard"].reader.counts.errors == run["belt"].reader.counts.errors == 0
+    assert run["yard"].counts.errors == run["belt"].counts.errors == 0
     records = [one for one in run.records if one["camera"] == "yard"]
     # The demo's base model does not recognise that nothing moves.
     known = [one for one in records if one["truth"] != "standing still"]

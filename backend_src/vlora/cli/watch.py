@@ -97,7 +97,7 @@ def run(file: Path, cameras: Cameras, jsonl: Path | None, seconds: float | None)
 
         watched = asyncio.run(watch_cameras(file, cameras, record, seconds))
     print_summary(watched)
-    counts = [one.reader.counts for one in watched]
+    counts = [one.counts for one in watched]
     return any(one.errors and not one.answered for one in counts)
 
 
@@ -116,7 +116,7 @@ async def watch_cameras(
 ) -> Sequence[Watched]:
     """Watch until all sources have ended, a signal, or for so many seconds. Return all cameras."""
     from vlora.watch.asking import Analytics
-    from vlora.watch.desk import open_desk
+    from vlora.watch.desk import open_desk, removed_sinks
     from vlora.watch.page import WatchPage
     from vlora.watch.run import Watch
 
@@ -125,6 +125,8 @@ async def watch_cameras(
         with ExitStack() as stack:
             desk = open_desk(cameras.sinks, cameras.retention)
             stack.callback(desk.close, CLOSE_SECONDS)
+            for sentence in removed_sinks(cameras.sinks, cameras.retention, clean=True):
+                print_plain(sentence)
             watch = Watch(file, cameras, analytics, desk, print_plain, record)
             if cameras.page is not None:
                 page = WatchPage(cameras.page, watch.views, desk)
@@ -191,13 +193,19 @@ def print_summary(watched: Sequence[Watched]) -> None:
 
 def check_once(cameras: Cameras) -> bool:
     """Try the server and each camera. Return whether any failed."""
+    from vlora.watch.desk import removed_sinks
+
     faults = [asyncio.run(_server_fault(cameras.server))]
     print_plain(f"server {cameras.server}: {faults[0] or 'ready'}")
+    streams = {one.stream: one for one in cameras.cameras.values()}
     with ThreadPoolExecutor(MAX_CHECKS) as pool:
-        tried = pool.map(_camera_fault, cameras.cameras.values())
-        for name, (fault, shown) in zip(cameras.cameras, tried, strict=True):
-            faults.append(fault)
-            print_plain(f"{name}: {fault or shown}")
+        tried = dict(zip(streams, pool.map(_camera_fault, streams.values()), strict=True))
+    for name, camera in cameras.cameras.items():
+        fault, shown = tried[camera.stream]
+        faults.append(fault)
+        print_plain(f"{name}: {fault or shown}")
+    for sentence in (*cameras.doubled(), *removed_sinks(cameras.sinks, cameras.retention)):
+        print_plain(sentence)
     return any(faults)
 
 
@@ -215,11 +223,11 @@ async def _server_fault(address: str) -> str:
 def _camera_fault(camera: Camera) -> tuple[str, str]:
     """Return why no frame of a camera can be read, or "" and the size of its first frame."""
     from vlora.watch.camera import open_source
-    from vlora.watch.counts import Counts
+    from vlora.watch.counts import StreamCounts
     from vlora.watch.ring import PacketRing
 
     try:
-        source = open_source(camera, PacketRing(0.0, 0.0), Counts())
+        source = open_source(camera, PacketRing(0.0, 0.0), StreamCounts())
         try:
             frame = next(source.frames(lambda: 0.0), None)
         finally:

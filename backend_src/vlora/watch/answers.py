@@ -43,7 +43,8 @@ class CameraView(TypedDict):
 
     state: "running", "connecting", "waiting" or "stopped"; detail: why, without secrets.
     lag: seconds from the last frame of the last chunk to its answer. skipped: share of the chunks,
-      from 0 to 1, that were not asked about because the scene had not changed.
+      from 0 to 1, that were not asked about because the scene had not changed. damaged: frames that
+      were left out because packets were lost.
     """
 
     name: str
@@ -58,4 +59,5 @@ class CameraView(TypedDict):
     drops: int
     reconnections: int
     gaps: int
+    damaged: int
     skipped: float

@@ -15,7 +15,7 @@ from typing import TypeVar
 from vlora.errors import InvalidArgument
 from vlora.watch.chunks import Chunk, Chunker
 from vlora.watch.config import Camera
-from vlora.watch.counts import Counts
+from vlora.watch.counts import Counts, StreamCounts
 from vlora.watch.gate import small_grey
 from vlora.watch.pixels import Pixels, Shot, View, encoded
 from vlora.watch.ring import PacketRing
@@ -36,25 +36,32 @@ HOURS_CHECK_SECONDS = 5.0
 
 
 class Mailbox:
-    """The newest chunk of a camera that nobody has taken yet.
+    """The newest chunk that nobody has taken yet, of each `every`-th chunk of a stream.
 
-    notify: called in the thread of the camera after each change.
+    name: of the camera or question that takes the chunks. notify: called in the thread of the
+    stream after each change.
     """
 
-    def __init__(self, notify: Callable[[], None]) -> None:
-        self._notify = notify
+    def __init__(self, name: str, notify: Callable[[], None], every: int = 1) -> None:
+        self.name, self.notify = name, notify
+        self.counts = Counts()
+        self.is_closed = False  # Nobody takes chunks any more.
+        self._every, self._seen = every, 0
         self._changed = Condition()
         self._chunk: Chunk[Shot] | None = None
 
-    def put(self, chunk: Chunk[Shot], stop: Event, must_wait: bool) -> bool:
-        """Keep a chunk. Return whether it replaced another, which a caller that must wait does not
-        do: it waits until that one is taken."""
+    def put(self, chunk: Chunk[Shot], stop: Event, must_wait: bool) -> None:
+        """Keep a chunk. It replaces another, unless the caller must wait until that is taken."""
+        self._seen += 1
+        if (self._seen - 1) % self._every:
+            return
         with self._changed:
-            while must_wait and self._chunk is not None and not stop.is_set():
+            while must_wait and self._chunk and not (stop.is_set() or self.is_closed):
                 self._changed.wait(0.2)
-            replaced, self._chunk = self._chunk is not None, chunk
-        self._notify()
-        return replaced
+            self.counts.chunks += 1
+            self.counts.drops += self._chunk is not None
+            self._chunk = chunk
+        self.notify()
 
     def take(self) -> Chunk[Shot] | None:
         with self._changed:
@@ -81,29 +88,32 @@ class Pauses:
 class CameraReader:
     """Reads one camera in a thread of its own until it is stopped, or a file has ended.
 
+    mailboxes: get its chunks. Whoever adds and removes them does so in one thread.
     state: "connecting", "running", "waiting" (for its hours or the next connection), "stopped".
     """
 
     def __init__(
         self,
-        name: str,
         camera: Camera,
-        notify: Callable[[], None],
         report: Callable[[str], None],
         variables: Mapping[str, str] = os.environ,
     ) -> None:
-        self.name, self.camera = name, camera
-        self.counts = Counts()
+        self.camera = camera
+        self.mailboxes: tuple[Mailbox, ...] = ()
+        self.counts = StreamCounts()
         self.ring = PacketRing(camera.clip.seconds, camera.clip.megabytes * 2**20)
-        self.mailbox = Mailbox(notify)
         self.view = View.of(camera.regions, camera.size)
         self.state, self.detail = "connecting", ""
         self._told = ""  # Reason that was reported since the last connection.
-        self._notify, self._report, self._variables = notify, report, variables
+        self._report, self._variables = report, variables
         shape = (camera.seconds, camera.frames, camera.period, self.view)
         self._chunker = Chunker(*shape, self._shot)
         self._stop = Event()
-        self._thread = Thread(target=self._run, name=f"camera {name}", daemon=True)
+        self._thread = Thread(target=self._run, name="camera", daemon=True)
+
+    @property
+    def name(self) -> str:
+        return ", ".join(box.name for box in self.mailboxes)
 
     def start(self) -> None:
         self._thread.start()
@@ -111,7 +121,6 @@ class CameraReader:
     def stop(self) -> None:
         """Ask the thread to end. A read that waits for its camera ends with its time-out."""
         self._stop.set()
-        self._notify()
 
     @property
     def is_stopping(self) -> bool:
@@ -203,18 +212,21 @@ class CameraReader:
 
     def _pass_on(self, chunks: list[Chunk[Shot]]) -> None:
         for chunk in chunks:
-            self.counts.chunks += 1
             self.counts.broken = self._chunker.broken
-            must_wait = self.camera.pace == "fast"
-            self.counts.drops += self.mailbox.put(chunk, self._stop, must_wait)
+            for box in self.mailboxes:
+                box.put(chunk, self._stop, must_wait=self.camera.pace == "fast")
 
     def _be(self, state: str, detail: str) -> None:
         self.state, self.detail = state, detail
-        self._notify()
+        for box in self.mailboxes:
+            box.notify()
 
 
 def open_source(
-    camera: Camera, ring: PacketRing, counts: Counts, variables: Mapping[str, str] = os.environ
+    camera: Camera,
+    ring: PacketRing,
+    counts: StreamCounts,
+    variables: Mapping[str, str] = os.environ,
 ) -> Source:
     """Return the open source of a camera. Raises SourceError, and InvalidArgument for a variable
     that is not set."""
@@ -237,7 +249,7 @@ def read_chunks(camera: Camera, keep: Callable[[Pixels], T]) -> Iterator[Chunk[T
     of their frames. Raises SourceError."""
     view = View.of(camera.regions, camera.size)
     chunker = Chunker(camera.seconds, camera.frames, camera.period, view, keep)
-    source = open_source(camera, PacketRing(0.0, 0.0), Counts())
+    source = open_source(camera, PacketRing(0.0, 0.0), StreamCounts())
     try:
         for frame in source.frames(lambda: chunker.wanted):
             yield from chunker.take(frame)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -17,7 +17,7 @@ from urllib.parse import quote, urlsplit
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from vlora.errors import InvalidArgument, nearest, shown
-from vlora.strict_yaml import Float, Int, StrictModel, describe, read_yaml
+from vlora.strict_yaml import VARIABLE, Float, Int, StrictModel, describe, fill_variables, read_yaml
 from vlora.watch.page import PageOptions
 from vlora.watch.pixels import Region
 from vlora.watch.rules import AlertRule
@@ -29,10 +29,13 @@ MAX_CAMERAS = 1000
 FAST_DEADLINE_MS = 120_000.0  # None of the chunks of a file that is read fast is to be lost.
 DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 HOURS = re.compile(r"(?:([a-z]{3})(?:-([a-z]{3}))? )?(\d\d):(\d\d)-(\d\d):(\d\d)")
+# Keys of a question. Cameras that are equal in all others share a stream.
+QUESTION_KEYS = frozenset(
+    ("adapter", "task", "question", "sampling", "every", "alerts", "priority", "deadline_ms")
+)
 # Sampling keys that other keys of a camera set.
 OWN_SAMPLING = ("lora_name", "stream_id", "supersede", "deadline_ms", "priority")
 STREAMS = ("rtsp", "rtsps", "http", "https")
-VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 # Also a password with a slash in it, which a URL may not have.
 USER_PART = re.compile(r"(?<=://)[^\s'\"]*(?=@)")
 
@@ -116,20 +119,21 @@ def _read_url(value: Any) -> Any:
 
 
 class Camera(StrictModel):
-    """A camera, and what is asked about its chunks.
+    """A camera, and a question about its chunks. With `asks`, there is one of it per question.
 
     url: `rtsp://`, `rtsps://`, `http://` or `https://` (also HLS), a video file, a folder of
         pictures, `/dev/video0`, or `synthetic` (`synthetic:3` draws another video).
     password_env: variable of the environment with the password of the user in the URL.
     adapter, task, question, sampling: as in a request to `video_analytics`.
     seconds, frames: length of a chunk, and the number of its frames that are sent.
+    every: the question is about each chunk, or each second one, and so on.
     interval: seconds from the begin of a chunk to that of the next one; `seconds` if absent.
     size: longer side in pixels of what is sent. Frames are never enlarged.
     regions: only their bounding box is sent, and the gate looks only inside them.
     hours: local times at which the camera is watched; always if absent.
     priority: lower numbers are served first, and yield last when the server is full.
-    deadline_ms: how long an answer may take; if absent, four intervals, but at least 4000, and
-        120000 with the pace `fast`.
+    deadline_ms: how long an answer may take; if absent, four intervals of its question, but at
+        least 4000, and 120000 with the pace `fast`.
     pace, repeat: whether a file is read in real time or as fast as answers come, and again.
     fps: pictures a second of a folder or of the synthetic camera.
     timeout_seconds: silence after which the connection counts as lost.
@@ -141,6 +145,7 @@ class Camera(StrictModel):
     task: str | None = None
     question: str = ""
     sampling: dict[str, Any] = Field(default_factory=dict)
+    every: Annotated[Int, Field(ge=1, le=1_000_000)] = 1
     seconds: Annotated[Float, Field(gt=0, le=600)] = 1.0
     frames: Annotated[Int, Field(ge=1, le=768)] = 6
     interval: Annotated[Float, Field(gt=0, le=86400)] | None = None
@@ -196,8 +201,14 @@ class Camera(StrictModel):
     @property
     def deadline(self) -> float:
         """Milliseconds that an answer may take."""
-        usual = FAST_DEADLINE_MS if self.pace == "fast" else max(4000.0, 4000.0 * self.period)
-        return self.deadline_ms or usual
+        usual = max(4000.0, 4000.0 * self.period * self.every)
+        return self.deadline_ms or (FAST_DEADLINE_MS if self.pace == "fast" else usual)
+
+    @property
+    def stream(self) -> str:
+        """All keys but those of the question, as text. Cameras in which they are equal share a
+        connection and a decoder."""
+        return self.model_dump_json(exclude=set(QUESTION_KEYS))
 
     @property
     def scheme(self) -> str:
@@ -222,29 +233,23 @@ class Camera(StrictModel):
 
         In the part of the user, values are encoded, so a password may hold any characters.
         """
+
+        def read(name: str) -> str:
+            if name not in variables:
+                raise InvalidArgument(f"the variable {name} of the environment is not set")
+            return variables[name]
+
+        def encoded(name: str) -> str:
+            return quote(read(name), safe="")
+
         user, url = self.user, self.url
-        if user:
-            filled = _filled(user, variables, encoded=True)
-            if self.password_env:
-                password = _variable(self.password_env, variables)
-                filled = f"{filled.partition(':')[0]}:{quote(password, safe='')}"
-            head, _, rest = url.partition(f"://{user}@")
-            return f"{head}://{filled}@{_filled(rest, variables)}"
-        return _filled(url, variables)
-
-
-def _filled(text: str, variables: Mapping[str, str], encoded: bool = False) -> str:
-    def value(found: re.Match[str]) -> str:
-        text = _variable(found[1], variables)
-        return quote(text, safe="") if encoded else text
-
-    return VARIABLE.sub(value, text)
-
-
-def _variable(name: str, variables: Mapping[str, str]) -> str:
-    if name not in variables:
-        raise InvalidArgument(f"the variable {name} of the environment is not set")
-    return variables[name]
+        if not user:
+            return fill_variables(url, read)
+        filled = fill_variables(user, encoded)
+        if self.password_env:
+            filled = f"{filled.partition(':')[0]}:{encoded(self.password_env)}"
+        head, _, rest = url.partition(f"://{user}@")
+        return f"{head}://{filled}@{fill_variables(rest, read)}"
 
 
 class Cameras(StrictModel):
@@ -275,11 +280,27 @@ class Cameras(StrictModel):
             if key not in Camera.model_fields or key == "url":
                 hint = nearest(str(key), Camera.model_fields)
                 raise ValueError(f"defaults: unknown key {shown(key)}{hint}")
-        whole = {
-            name: {**defaults, **keys} if isinstance(keys, dict) else keys
-            for name, keys in cameras.items()
-        }
+        whole: dict[Any, Any] = {}
+        for name, keys in cameras.items():
+            if not isinstance(keys, dict):
+                whole[name] = keys
+                continue
+            for one, found in _questions(name, {**defaults, **keys}).items():
+                if one in whole:
+                    raise ValueError(f"cameras: two are named {shown(one)}")
+                whole[one] = found
         return {**value, "cameras": whole}
+
+    def doubled(self) -> Iterator[str]:
+        """Yield a sentence for each address that has several connections."""
+        streams: dict[str, dict[str, str]] = {}
+        for name, one in self.cameras.items():
+            if one.scheme or one.url.startswith("/dev/"):
+                streams.setdefault(one.url, {}).setdefault(one.stream, name)
+        for names in streams.values():
+            if len(names) > 1:
+                told = " and ".join(names.values())
+                yield f"{told} have one URL and different keys, so each decodes it; see `asks`"
 
     def changed(self, server: str | None, page: str | None) -> Cameras:
         """Return the file with another server, and a page at another address."""
@@ -288,6 +309,24 @@ class Cameras(StrictModel):
             options = self.page or PageOptions()
             changes["page"] = options.model_copy(update={"listen": page})
         return self.model_copy(update=changes)
+
+
+def _questions(name: Any, keys: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a camera for each question of `asks` as NAME:QUESTION, or the one without `asks`."""
+    if "asks" not in keys:
+        return {name: keys}
+    asks = keys.pop("asks")
+    if not isinstance(asks, dict) or not asks:
+        raise ValueError(f"cameras.{name}.asks must have questions by name")
+    for ask, own in asks.items():
+        where = f"cameras.{name}.asks.{ask}"
+        if not isinstance(own, dict):
+            raise ValueError(f"{where} must have keys")
+        for key in own:
+            if key not in QUESTION_KEYS:
+                hint = nearest(str(key), QUESTION_KEYS)
+                raise ValueError(f"{where}: unknown key {shown(key)}{hint}")
+    return {f"{name}:{ask}": {**keys, **own} for ask, own in asks.items()}
 
 
 def read_cameras(path: Path, variables: Mapping[str, str] = os.environ) -> Cameras:

@@ -9,13 +9,14 @@ import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from PIL import Image, ImageDraw
 
 from vlora.watch.answers import Answer
+from vlora.watch.disk_queue import SUFFIX, count_messages
 from vlora.watch.events import Event
 from vlora.watch.rules import AlertRule, AlertState
 from vlora.watch.sinks import Delivery, SinkOptions
@@ -25,6 +26,8 @@ MAX_WAITING = 500  # Maximum number of events that wait for the disk.
 MAX_NEWEST = 100  # Events that the page shows.
 TICK_SECONDS = 1.0  # Interval of looking for silent cameras.
 TRIM_SECONDS = 600.0
+OPEN_SECONDS = 5.0  # Interval of saving how long the events have lasted.
+QUEUES = "queues"  # Folder of the sinks' queues.
 CLOSE_SHARE = 0.5  # Share of the time for closing that the events which wait may take.
 MAX_BOXES = 100
 BOX_COLOUR = (29, 95, 224)  # The playground's.
@@ -33,22 +36,51 @@ BOX_COLOUR = (29, 95, 224)  # The playground's.
 def open_desk(sinks: Sequence[SinkOptions], retention: Retention) -> AlertDesk:
     """Return a desk with these sinks. Raises ServerError if a sink or the folder cannot be used."""
     store = Store(retention)
+    store.lock()  # Before the events of a killed process are ended: it may live.
     opened: list[Delivery] = []
     try:
         for options in sinks:
-            opened.append(Delivery(options, retention.folder / "queues"))
+            opened.append(Delivery(options, retention.folder / QUEUES))
     except BaseException:
         for delivery in opened:
             delivery.close(1.0)
+        store.unlock()
         raise
     return AlertDesk(opened, store)
+
+
+def removed_sinks(
+    sinks: Sequence[SinkOptions], retention: Retention, clean: bool = False
+) -> Iterator[str]:
+    """Yield a sentence for each queue of a sink that is not in the file any more.
+
+    clean: remove queues that are empty, or that nobody has touched for the days of `retention`.
+    """
+    names = {options.name for options in sinks}
+    for path in sorted((retention.folder / QUEUES).glob(f"*{SUFFIX}")):
+        if (name := path.name.removesuffix(SUFFIX)) in names:
+            continue
+        parts = [path.with_name(path.name + end) for end in ("", "-wal", "-shm")]
+        age = time.time() - max(part.stat().st_mtime for part in parts if part.exists())
+        count = count_messages(path)
+        told = f"the sink '{name}' is not in the file, but {path} holds {count} of its messages"
+        if count is None:
+            yield f"the sink '{name}' is not in the file, and its queue {path} cannot be read"
+            continue
+        if not clean or (count and age < retention.days * 86400):
+            yield f"{told}; name the sink again to send them, or remove the queue"
+            continue
+        for part in parts:
+            part.unlink(missing_ok=True)
+        if count:
+            yield f"{told}, older than {retention.days:g} days; the queue was removed"
 
 
 class AlertDesk:
     """The alerts of all cameras. Its methods return at once, and any thread may call them."""
 
     def __init__(self, sinks: Sequence[Delivery], store: Store) -> None:
-        """Take over the sinks, which `close` closes."""
+        """Take over the sinks and the locked store, which `close` closes and unlocks."""
         self.store = store
         self._sinks = sinks
         self._states: dict[str, dict[str, AlertState]] = {}  # by camera, by rule
@@ -58,6 +90,8 @@ class AlertDesk:
         self._begun: Counter[str] = Counter()
         self._lost = self._timeouts = self._media_errors = 0
         self._newest = deque(reversed(store.newest(MAX_NEWEST)), MAX_NEWEST)  # the oldest first
+        self._open: dict[str, dict[str, Any]] = {}  # Records of events that last, by id.
+        self._end_those_of_a_killed_process()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._write_events, name="alerts", daemon=True)
         self._thread.start()
@@ -68,7 +102,7 @@ class AlertDesk:
         with self._lock:
             known = self._states.setdefault(answer.camera, {})
             for name in [name for name, state in known.items() if state.rule not in rules]:
-                self._pass_on(known.pop(name).finish())
+                self._pass_on(known.pop(name).finish("changed"))
             for rule in rules:
                 state = known.setdefault(rule.name, AlertState(rule, answer.camera))
                 try:
@@ -86,7 +120,7 @@ class AlertDesk:
         """End the events of a camera that was removed."""
         with self._lock:
             for state in self._states.pop(camera, {}).values():
-                self._pass_on(state.finish())
+                self._pass_on(state.finish("changed"))
             self._camera_states.pop(camera, None)
             for sink in self._sinks:
                 sink.tell(camera, b"")
@@ -119,7 +153,7 @@ class AlertDesk:
         with self._lock:
             for camera, states in self._states.items():
                 for state in states.values():
-                    self._pass_on(state.finish())
+                    self._pass_on(state.finish("stopped"))
                 self._camera_states[camera] = ("stopped", "")
                 self._tell(camera)
         self._closing.set()
@@ -130,6 +164,7 @@ class AlertDesk:
             sink.stop()
         for sink in self._sinks:
             sink.close(max(0.0, deadline - time.monotonic()))
+        self.store.unlock()
 
     def _pass_on(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -149,6 +184,7 @@ class AlertDesk:
 
     def _write_events(self) -> None:
         next_trim = time.monotonic() + TRIM_SECONDS
+        next_open = time.monotonic() + OPEN_SECONDS
         while True:
             try:
                 event = self._events.get(timeout=TICK_SECONDS)
@@ -162,12 +198,24 @@ class AlertDesk:
             if time.monotonic() >= next_trim:
                 self.store.trim()
                 next_trim += TRIM_SECONDS
+            if time.monotonic() >= next_open:
+                if self._open:
+                    self.store.save_open([*self._open.values()])
+                next_open += OPEN_SECONDS
 
     def _expire(self) -> None:
         with self._lock:
             for states in self._states.values():
                 for state in states.values():
                     self._pass_on(state.expire(time.time()))
+                    if state.event and (record := self._open.get(state.event.id)):
+                        record["end"] = state.last_hit
+
+    def _end_those_of_a_killed_process(self) -> None:
+        for record in self.store.left_open():
+            record |= {"kind": "end", "reason": "killed"}
+            self._send(record, None)
+        self.store.save_open([])
 
     def _write(self, event: Event) -> None:
         answer, picture = event.answer, None
@@ -177,8 +225,18 @@ class AlertDesk:
         end = answer.ended if event.end is None else event.end
         self._save(event, "mp4", self._try_to(lambda: answer.clip(event.begin, end)))
         record = event.as_json() | self.store.media_of(event)
+        if event.end is None:
+            # Before it is sent, so that each begin which a receiver gets is followed by an end.
+            self._open[event.id] = record | {"end": answer.ended}
+            self.store.save_open([*self._open.values()])
+        self._send(record, picture)
+        if event.end is not None and event.id in self._open:
+            del self._open[event.id]
+            self.store.save_open([*self._open.values()])
+
+    def _send(self, record: dict[str, Any], picture: bytes | None) -> None:
         message = json.dumps(record).encode()
-        self.store.save(file_name(event, "json"), message)
+        self.store.save(f"{record['id']}.json", message)
         self._remember(record)
         for sink in self._sinks:
             if sink.picture and picture:

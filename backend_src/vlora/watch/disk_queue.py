@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+from contextlib import closing
 from pathlib import Path
 
 from vlora.errors import ServerError
 
+SUFFIX = ".queue"
 LOCK_SECONDS = 1.0  # Time to wait for another process that has the file open.
 
 
@@ -97,3 +99,15 @@ class DiskQueue:
             if not self._remove(oldest):
                 return
             self.dropped += 1
+
+
+def count_messages(path: Path) -> int | None:
+    """Return the number of messages in the file of a queue that nobody has open, or None if it
+    cannot be read."""
+    try:
+        with closing(
+            sqlite3.connect(f"{path.resolve().as_uri()}?mode=rw", LOCK_SECONDS, uri=True)
+        ) as file:
+            return int(file.execute("SELECT COUNT(*) FROM messages").fetchone()[0])
+    except sqlite3.Error:
+        return None

@@ -21,6 +21,8 @@ class Event:
     begin, end: Unix seconds of the first and the last frame for which the condition held; `end` is
       None as long as it lasts. score: see `Condition.score_of`.
     answer: the answer with the highest score of those that began the event.
+    reason: why it ended: "over", "silence", "changed" (its rule or camera), "stopped" or "killed"
+      (the process); empty as long as it lasts.
     """
 
     camera: str
@@ -29,6 +31,7 @@ class Event:
     end: float | None
     score: float
     answer: Answer
+    reason: str = ""
 
     @property
     def id(self) -> str:
@@ -40,8 +43,8 @@ class Event:
         digest = hashlib.sha256(parts.encode("utf-8", "surrogatepass")).hexdigest()[:8]
         return f"{time}Z-{slug}-{digest}"
 
-    def ended_at(self, end: float) -> Event:
-        return replace(self, end=max(end, self.begin))
+    def ended_at(self, end: float, reason: str) -> Event:
+        return replace(self, end=max(end, self.begin), reason=reason)
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -51,6 +54,7 @@ class Event:
             "rule": self.rule,
             "begin": self.begin,
             "end": self.end,
+            "reason": self.reason or None,
             "score": self.score,
             "text": self.answer.text[:MAX_TEXT],
             "adapter": self.answer.adapter,

@@ -140,7 +140,10 @@ class AlertRule(StrictModel):
 
 
 class AlertState:
-    """The state of one rule for one camera: idle, or in an event."""
+    """The state of one rule for one camera: idle, or in an event.
+
+    last_hit: Unix seconds of the last frame for which the condition held.
+    """
 
     def __init__(self, rule: AlertRule, camera: str) -> None:
         self.rule = rule
@@ -148,7 +151,7 @@ class AlertState:
         self._camera = camera
         # Answers since the last change, each with its score, or None if the condition did not hold.
         self._recent: deque[tuple[Answer, float | None]] = deque(maxlen=rule.begin.size)
-        self._last_seen = self._last_hit = self._deaf_until = float("-inf")
+        self._last_seen = self.last_hit = self._deaf_until = float("-inf")
 
     def take(self, answer: Answer) -> list[Event]:
         """Return the events that begin and end with this answer. Raises TimeoutError, without a
@@ -160,22 +163,22 @@ class AlertState:
             return events
         self._recent.append((answer, score))
         if score is not None:
-            self._last_hit = answer.ended
+            self.last_hit = answer.ended
         return events + (self._try_begin() if self.event is None else self._try_end())
 
     def expire(self, now: float) -> list[Event]:
         """Return the end of the event if no answer has come for `silence_seconds`."""
         if now - self._last_seen <= self.rule.silence_seconds:
             return []
-        return self.finish()
+        return self.finish("silence")
 
-    def finish(self) -> list[Event]:
+    def finish(self, reason: str) -> list[Event]:
         """Forget all answers. Return the end of the event, if there is one."""
         self._recent = deque(maxlen=self.rule.begin.size)
         if self.event is None:
             return []
-        ended = self.event.ended_at(self._last_hit)
-        self._deaf_until = self._last_hit + self.rule.pause_seconds
+        ended = self.event.ended_at(self.last_hit, reason)
+        self._deaf_until = self.last_hit + self.rule.pause_seconds
         self.event = None
         return [ended]
 
@@ -190,4 +193,4 @@ class AlertState:
 
     def _try_end(self) -> list[Event]:
         misses = sum(score is None for _, score in self._recent)
-        return self.finish() if misses >= self.rule.end.needed else []
+        return self.finish("over") if misses >= self.rule.end.needed else []

@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ from vlora.errors import Cancelled, InvalidArgument, VLoraError
 from vlora.watch.admission import Admission
 from vlora.watch.answers import Answer, CameraView
 from vlora.watch.asking import Analytics, NoServer, answer_of, is_full
-from vlora.watch.camera import CameraReader
+from vlora.watch.camera import CameraReader, Mailbox
 from vlora.watch.chunks import Chunk
 from vlora.watch.config import Camera, Cameras, read_cameras
+from vlora.watch.counts import Counts
 from vlora.watch.desk import AlertDesk
 from vlora.watch.gate import SceneGate
 from vlora.watch.pixels import Shot
@@ -33,24 +34,41 @@ Report = Callable[[str], None]
 
 @dataclass(eq=False)
 class Watched:
-    """A camera of the run: its reader, and what is known from its answers."""
+    """A camera of the run, or one of its questions: its reader, which others may share, and what is
+    known from its answers."""
 
+    camera: Camera
     reader: CameraReader
+    mailbox: Mailbox
     stream_id: str
     gate: SceneGate | None
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    changed: asyncio.Event
     last: Answer | None = None
     error: str = ""
 
     @property
-    def camera(self) -> Camera:
-        return self.reader.camera
+    def name(self) -> str:
+        return self.mailbox.name
+
+    @property
+    def counts(self) -> Counts:
+        return self.mailbox.counts
+
+    def end(self) -> None:
+        """Take no more chunks, and stop the reader if nobody else does."""
+        self.mailbox.is_closed = True
+        reader = self.reader
+        if others := tuple(box for box in reader.mailboxes if box is not self.mailbox):
+            reader.mailboxes = others
+        else:
+            reader.stop()
+        self.changed.set()
 
     def view(self) -> CameraView:
         """Return what the page shows."""
-        counts, last = self.reader.counts, self.last
+        counts, stream, last = self.counts, self.reader.counts, self.last
         return CameraView(
-            name=self.reader.name,
+            name=self.name,
             state=self.reader.state,
             detail=self.reader.detail or self.error,
             adapter=self.camera.adapter or "",
@@ -60,8 +78,9 @@ class Watched:
             lag=counts.lags[-1] if counts.lags else None,
             chunks=counts.chunks,
             drops=counts.drops,
-            reconnections=counts.reconnections,
-            gaps=counts.gaps,
+            reconnections=stream.reconnections,
+            gaps=stream.gaps,
+            damaged=stream.damaged,
             skipped=counts.share_skipped,
         )
 
@@ -84,6 +103,7 @@ class Watch:
         record: Callable[[dict[str, Any]], None] = lambda record: None,
     ) -> None:
         self._path, self._file = path, cameras
+        self._known = None if path is None else _stamp(path)
         self._analytics, self._desk, self._report, self._record = analytics, desk, report, record
         self._run = uuid.uuid4().hex[:12]
         self._admission = Admission()
@@ -113,47 +133,60 @@ class Watch:
         return list(self._watched.values())
 
     def _apply(self, file: Cameras) -> None:
-        """Start, change and stop cameras. One whose keys are the same keeps its connection."""
+        """Start, change and stop cameras. A stream whose keys are the same keeps its connection."""
+        ended, new_readers = [], []
         for name in [*self._watched]:
             new, watched = file.cameras.get(name), self._watched[name]
             if new is not None and _is_same(new, watched.camera):
-                watched.reader.camera = new
+                watched.camera = new
                 continue
-            watched.reader.stop()
-            del self._watched[name]
+            ended.append(self._watched.pop(name))
             self._admission.forget(name)
             if new is None:
                 self._desk.forget(name)
                 self._report(f"{name}: is no longer watched")
+        readers = [watched.reader for watched in [*ended, *self._watched.values()]]
+        streams = {one.camera.stream: one for one in readers if not one.has_ended}
         for name, camera in file.cameras.items():
             if name not in self._watched:
-                self._add(name, camera)
+                reader = streams.get(camera.stream)
+                if reader is None:
+                    reader = streams[camera.stream] = CameraReader(camera, self._report)
+                    new_readers.append(reader)
+                self._add(name, camera, reader)
+        for reader in new_readers:
+            reader.start()
+        for watched in ended:
+            watched.end()
+        for sentence in file.doubled():
+            self._report(sentence)
         self._file = file
 
-    def _add(self, name: str, camera: Camera) -> None:
+    def _add(self, name: str, camera: Camera, reader: CameraReader) -> None:
         changed = asyncio.Event()
+        changed.set()  # The reader may have a state already.
 
         def notify() -> None:
             with suppress(RuntimeError):  # The loop is closed if a thread ends late.
                 self._loop.call_soon_threadsafe(changed.set)
 
-        reader = CameraReader(name, camera, notify, self._report)
+        mailbox = Mailbox(name, notify, camera.every)
+        reader.mailboxes = (*reader.mailboxes, mailbox)
         gate = None
         if camera.gate is not None:
             gate = SceneGate(camera.gate, camera.regions, reader.view)
-        watched = Watched(reader, f"{self._run}-{name}", gate, changed)
+        watched = Watched(camera, reader, mailbox, f"{self._run}-{name}", gate, changed)
         self._watched[name] = watched
         self._tasks[watched] = asyncio.create_task(self._serve(watched))
-        reader.start()
 
     async def _reload(self, path: Path) -> None:
-        known = stamp = _stamp(path)
+        stamp = self._known
         while True:
             await asyncio.sleep(RELOAD_SECONDS)
             last, stamp = stamp, _stamp(path)
-            if stamp == known or stamp != last:
+            if stamp == self._known or stamp != last:
                 continue
-            known = stamp
+            self._known = stamp
             try:
                 file = await asyncio.to_thread(read_cameras, path)
             except InvalidArgument as error:
@@ -170,17 +203,17 @@ class Watch:
         while True:
             await watched.changed.wait()
             watched.changed.clear()
-            reader, old = watched.reader, state
+            reader, mailbox, old = watched.reader, watched.mailbox, state
             state, has_ended = (reader.state, reader.detail), reader.has_ended
-            if state != old and self._watched.get(reader.name) is watched:
-                self._desk.tell(reader.name, *state)
-            while not reader.is_stopping and (chunk := reader.mailbox.take()) is not None:
+            if state != old and self._watched.get(watched.name) is watched:
+                self._desk.tell(watched.name, *state)
+            while not mailbox.is_closed and (chunk := mailbox.take()) is not None:
                 await self._handle(watched, chunk)
-            if has_ended or reader.is_stopping:
+            if has_ended or mailbox.is_closed:
                 return
 
     async def _handle(self, watched: Watched, chunk: Chunk[Shot]) -> None:
-        counts, name = watched.reader.counts, watched.reader.name
+        counts, name = watched.counts, watched.name
         if self._admission.is_yielding(name, time.monotonic()):
             counts.drops += 1
             counts.yielded += 1
@@ -189,7 +222,8 @@ class Watch:
             self._skip(watched, watched.last, chunk)
             return
         # The times of a file that is read fast lie in the future.
-        since = chunk.ended if watched.camera.pace == "real" else time.time()
+        asked = time.time()
+        since = chunk.ended if watched.camera.pace == "real" else asked
         result = await self._ask(watched, chunk)
         if result is None or self._watched.get(name) is not watched:
             return
@@ -200,11 +234,11 @@ class Watch:
         if watched.gate:
             watched.gate.note_answer(chunk, answer.answered)
         self._desk.take(watched.camera.alerts, answer)
-        self._tell(answer, chunk, result)
+        self._tell(answer, chunk, asked, result)
 
     def _skip(self, watched: Watched, last: Answer, chunk: Chunk[Shot]) -> None:
         """Let the last answer stand for an unchanged chunk."""
-        watched.reader.counts.skipped += 1
+        watched.counts.skipped += 1
         again = replace(last, began=chunk.began, ended=chunk.ended, answered=time.time())
         self._desk.take(watched.camera.alerts, again)
 
@@ -217,12 +251,12 @@ class Watch:
             except (VLoraError, NoServer) as error:
                 is_away = isinstance(error, NoServer) or is_full(error)
                 self._note_error(watched, error)
-                if watched.camera.pace == "real" or not is_away or watched.reader.is_stopping:
+                if watched.camera.pace == "real" or not is_away or watched.mailbox.is_closed:
                     return None
             await asyncio.sleep(RETRY_SECONDS)
 
     def _note_error(self, watched: Watched, error: VLoraError | NoServer) -> None:
-        counts, name = watched.reader.counts, watched.reader.name
+        counts, name = watched.counts, watched.name
         if isinstance(error, Cancelled) or is_full(error):
             counts.drops += 1
         else:
@@ -236,11 +270,14 @@ class Watch:
             if yields := self._admission.refused(priorities, time.monotonic()):
                 self._report(f"{yields}: yields to other cameras, because the server is full")
 
-    def _tell(self, answer: Answer, chunk: Chunk[Shot], result: dict[str, Any]) -> None:
+    def _tell(
+        self, answer: Answer, chunk: Chunk[Shot], asked: float, result: dict[str, Any]
+    ) -> None:
         record = {
             "camera": answer.camera,
             "began": answer.began,
             "ended": answer.ended,
+            "asked": asked,
             "answered": answer.answered,
             "result": result,
         }
@@ -249,7 +286,7 @@ class Watch:
     async def _end(self) -> None:
         """Stop all cameras, and wait a little for answers in flight."""
         for watched in self._watched.values():
-            watched.reader.stop()
+            watched.end()
         if self._tasks:
             await asyncio.wait(self._tasks.values(), timeout=DRAIN_SECONDS)
         for task in self._tasks.values():
@@ -257,7 +294,7 @@ class Watch:
 
 
 def _is_same(new: Camera, old: Camera) -> bool:
-    """Return whether a camera needs no new connection. The rules of its alerts may differ."""
+    """Return whether a camera is asked about as before. The rules of its alerts may differ."""
     return new.model_copy(update={"alerts": ()}) == old.model_copy(update={"alerts": ()})
 
 

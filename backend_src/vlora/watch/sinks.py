@@ -11,7 +11,6 @@ import importlib.util
 import json
 import os
 import random
-import re
 import threading
 import urllib.error
 import urllib.request
@@ -26,8 +25,8 @@ from pydantic import Field, field_validator
 
 from vlora.errors import ServerError
 from vlora.net import is_local
-from vlora.strict_yaml import Int, StrictModel
-from vlora.watch.disk_queue import DiskQueue
+from vlora.strict_yaml import Int, StrictModel, fill_variables
+from vlora.watch.disk_queue import SUFFIX, DiskQueue
 
 # Pauses in seconds after a failed try: the first one, doubled each time up to the last one.
 FIRST_PAUSE, LAST_PAUSE = 1.0, 30.0
@@ -110,7 +109,7 @@ class WebhookOptions(_Options):
         return url
 
     def open(self) -> Sink:
-        url = re.sub(r"\$\{(\w+)\}", lambda found: _secret(found[1]), self.url)
+        url = fill_variables(self.url, _secret)
         secret = None if self.secret_env is None else _secret(self.secret_env)
         return Webhook(url, {} if secret is None else {self.header: secret})
 
@@ -162,7 +161,7 @@ class Delivery:
         self._sent = self._refused = self._failures = 0
         self._away = ""
         size = options.max_megabytes * 1_000_000
-        self._queue = DiskQueue(folder / f"{options.name}.queue", options.max_messages, size)
+        self._queue = DiskQueue(folder / f"{options.name}{SUFFIX}", options.max_messages, size)
         self._sink = options.open()
         self._closing = threading.Event()
         self._wake = threading.Event()

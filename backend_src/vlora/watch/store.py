@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import re
 import threading
 from bisect import insort
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
+from vlora.atomic_file import replace_text
 from vlora.errors import ServerError
 from vlora.strict_yaml import Float, StrictModel
 from vlora.watch.events import Event
@@ -20,6 +24,7 @@ from vlora.watch.events import Event
 # are neither served nor removed. The names begin with the time, so their order is that of time.
 NAME = re.compile(r"[0-9]{8}T[0-9]{6}\.[0-9]{3}Z-[A-Za-z0-9._-]{1,60}\.(?:jpg|mp4|json)")
 PART = ".part"  # Suffix of a file that is being written.
+OPEN = "open.events"  # Records of the events that have begun and not ended.
 
 
 class Retention(StrictModel):
@@ -56,6 +61,21 @@ class Store:
         self._sizes = {name: size for name, size in files if NAME.fullmatch(name)}
         self._names = sorted(self._sizes)
         self.trim()
+
+    def lock(self) -> None:
+        """Keep the folder from other processes until `unlock`. Raises ServerError."""
+        self._handle = os.open(self._folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._handle)
+            reason = f"another `vlora watch` uses the folder {self._folder}"
+            raise ServerError(f"{reason}; name another as retention.folder") from None
+        except OSError:  # The file system has no locks.
+            pass
+
+    def unlock(self) -> None:
+        os.close(self._handle)
 
     @property
     def size_bytes(self) -> int:
@@ -121,6 +141,28 @@ class Store:
                 continue
             records.append(record)
         return records
+
+    def save_open(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Keep the records of the events that last, for `left_open` of the next process."""
+        path = self._folder / OPEN
+        try:
+            if records:
+                replace_text(path, json.dumps(records))
+            else:
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            self._note(error)
+
+    def left_open(self) -> list[dict[str, Any]]:
+        """Return the records of the events that lasted when the last process was killed."""
+        try:
+            records = json.loads((self._folder / OPEN).read_bytes())
+            return [one for one in records if NAME.fullmatch(f"{one['id']}.json")]
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, TypeError, LookupError) as error:  # Changed by somebody else.
+            self._note(error)
+            return []
 
     def _remove(self, path: Path) -> None:
         try:

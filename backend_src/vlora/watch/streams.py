@@ -16,7 +16,7 @@ import av
 
 from vlora.watch.chunks import Frame
 from vlora.watch.config import Camera
-from vlora.watch.counts import Counts
+from vlora.watch.counts import StreamCounts
 from vlora.watch.pixels import Pixels, View, of_video
 from vlora.watch.ring import PacketRing
 from vlora.watch.sources import SourceError
@@ -31,6 +31,8 @@ DEVICE_FORMAT = "video4linux2,v4l2"
 
 # Packets and bytes that wait for decoding; at more, they are decoded, wanted or not.
 MAX_PENDING, MAX_PENDING_BYTES = 600, 16 << 20
+# So long after damage, pictures are used again. Streams with intra refresh have one key frame only.
+MAX_DAMAGE_SECONDS = 10.0
 # A step of the time stamps by more than this is a new beginning of the stream.
 MAX_STEP_SECONDS = 10.0
 MAX_BACK_SECONDS = 1.0
@@ -47,13 +49,18 @@ class LazyDecoder:
 
     Packets wait until one has a time that is wanted. A key packet before that time makes those that
     wait needless: all their frames come before it.
+
+    Frames that FFmpeg calls corrupt, and those that are predicted from them, are left out, up to
+    the next whole key frame. FFmpeg does not notice that all packets of a frame are lost.
     """
 
-    def __init__(self, context: Any, counts: Counts) -> None:
+    def __init__(self, context: Any, counts: StreamCounts) -> None:
         self._context, self._counts = context, counts
         self._pending: list[Any] = []
         self._bytes = 0
         self._has_skipped = False
+        self._has_key = False  # Some cameras never have a key frame that FFmpeg calls whole.
+        self._damaged_until = -math.inf
 
     def take(self, packet: Any, at: float, wanted: float) -> list[Any]:
         """Return decoded frames: all at or after the Unix time `wanted`, and some before it."""
@@ -64,25 +71,40 @@ class LazyDecoder:
         self._pending.append(packet)
         self._bytes += packet.size
         is_full = len(self._pending) > MAX_PENDING or self._bytes > MAX_PENDING_BYTES
-        return self._decode() if at >= wanted or is_full else []
+        return self._decode(at) if at >= wanted or is_full else []
 
     def finish(self) -> list[Any]:
         """Return the frames that are left at the end of the stream."""
-        return [*self._decode(), *self._try(None)]
+        return [*self._decode(-math.inf), *self._try(None, -math.inf)]
 
-    def _decode(self) -> list[Any]:
+    def _decode(self, at: float) -> list[Any]:
         packets, self._pending, self._bytes = self._pending, [], 0
         if self._has_skipped:
             self._context.flush_buffers()
             self._has_skipped = False
-        return [frame for packet in packets for frame in self._try(packet)]
+        return [frame for packet in packets for frame in self._try(packet, at)]
 
-    def _try(self, packet: Any) -> list[Any]:
+    def _try(self, packet: Any, at: float) -> list[Any]:
         try:
-            return list(self._context.decode(packet))
+            frames = self._context.decode(packet)
         except av.error.FFmpegError:  # A lost packet damages a few frames, not the stream.
+            self._note_damage(at)
             self._counts.damaged += 1
             return []
+        return [frame for frame in frames if self._is_whole(frame, at)]
+
+    def _is_whole(self, frame: Any, at: float) -> bool:
+        if frame.is_corrupt:
+            self._note_damage(at)
+        elif frame.key_frame:
+            self._has_key, self._damaged_until = True, -math.inf
+        is_whole = not frame.is_corrupt and at >= self._damaged_until
+        self._counts.damaged += not is_whole
+        return is_whole
+
+    def _note_damage(self, at: float) -> None:
+        if self._has_key:
+            self._damaged_until = at + MAX_DAMAGE_SECONDS
 
 
 class StreamClock:
@@ -92,7 +114,9 @@ class StreamClock:
     recorded; otherwise the first one tells it.
     """
 
-    def __init__(self, is_live: bool, counts: Counts, now: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, is_live: bool, counts: StreamCounts, now: Callable[[], float] = time.time
+    ) -> None:
         self._is_live, self._counts, self._now = is_live, counts, now
         self._offset: float | None = None
         self._read_at = now()
@@ -134,7 +158,7 @@ class VideoStream:
     seconds late, they are not decoded until one has to be waited for.
     """
 
-    def __init__(self, camera: Camera, url: str, ring: PacketRing, counts: Counts) -> None:
+    def __init__(self, camera: Camera, url: str, ring: PacketRing, counts: StreamCounts) -> None:
         self._camera, self._ring, self._counts = camera, ring, counts
         self._max_late = max(MIN_LATE_SECONDS, camera.period)
         self._container = _open(camera, url)

@@ -29,15 +29,15 @@ def live_row(watched: Watched) -> tuple[str, ...]:
 
 
 def summary_row(watched: Watched) -> tuple[str, ...]:
-    lags = watched.reader.counts.lags
+    lags = watched.counts.lags
     spread = np.quantile(lags, (0.5, 0.95, 1.0), method="inverted_cdf") if lags else ()
     figures = [f"{value:.3f}" for value in spread] or ["-"] * 3
-    return (watched.reader.name, *_counts(watched), *figures)
+    return (watched.name, *_counts(watched), *figures)
 
 
 def line(watched: Sequence[Watched], events: int) -> str:
     """Return one line with the time and totals of all cameras."""
-    counts = [one.reader.counts for one in watched]
+    counts = [one.counts for one in watched]
     running = sum(one.reader.state == "running" for one in watched)
     lags = [one.lags[-1] for one in counts if one.lags]
     parts = [
@@ -53,8 +53,8 @@ def line(watched: Sequence[Watched], events: int) -> str:
 
 
 def _counts(watched: Watched) -> tuple[str, ...]:
-    counts = watched.reader.counts
+    counts, stream = watched.counts, watched.reader.counts
     numbers = (counts.chunks, counts.answered, counts.drops, counts.errors)
     chunks, answered, drops, errors = map(str, numbers)
     skipped = f"{counts.share_skipped:.0%}"
-    return (chunks, answered, skipped, drops, errors, str(counts.reconnections), str(counts.gaps))
+    return (chunks, answered, skipped, drops, errors, str(stream.reconnections), str(stream.gaps))

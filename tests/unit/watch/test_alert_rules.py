@@ -138,7 +138,7 @@ def test_drawn_answers_give_the_events_of_a_plain_twin(seed: int) -> None:
         event
         for time, hit in zip(times, hits, strict=True)
         for event in state.take(answer("yes" if hit else "no", began=time))
-    ] + state.finish()
+    ] + state.finish("stopped")
     begins = [event for event in taken if event.end is None]
     ends = [event for event in taken if event.end is not None]
     assert [one.id for one in begins] == [one.id for one in ends]

@@ -55,6 +55,10 @@ def test_defaults_apply_to_all_cameras_and_paths_start_at_the_file(tmp_path: Pat
         ({"url": "rtsp://host/${CAMERA}"}, "the variable CAMERA of the environment is not set"),
         ({"url": "synthetic:x"}, "must be 'synthetic', or 'synthetic:7'"),
         ({"pace": "fast"}, "pace: fast is for files"),
+        ({"asks": {}}, r"cameras\.gate\.asks must have questions by name"),
+        ({"asks": {"a": {"size": 3}}}, r"cameras\.gate\.asks\.a: unknown key 'size'"),
+        ({"asks": {"a": None}}, r"cameras\.gate\.asks\.a must have keys"),
+        ({"asks": {"a": {"every": 0}}}, r"cameras\.gate:a\.every is 0"),
         ({"password_env": "CAMERA"}, "password_env needs a user in the URL"),
     ],
 )
@@ -130,7 +134,7 @@ def test_hours_say_when_a_camera_is_watched(
 
 
 def test_the_example_is_valid_also_with_what_is_commented_out(tmp_path: Path) -> None:
-    assert set(read_cameras(EXAMPLE, {}).cameras) == {"yard", "belt"}
+    assert set(read_cameras(EXAMPLE, {}).cameras) == {"yard", "belt", "door:motion", "door:action"}
     whole = re.sub(r"^#(?=  )", "", EXAMPLE.read_text(), flags=re.MULTILINE)
     cameras = read(tmp_path, whole, GATE_PASSWORD="x", DOCK_PASSWORD="y").cameras
-    assert set(cameras) == {"yard", "belt", "gate", "dock"}
+    assert set(cameras) == {"yard", "belt", "door:motion", "door:action", "gate", "dock"}

@@ -12,7 +12,7 @@ from tests.support.cameras import write_video
 from vlora.watch.admission import Admission
 from vlora.watch.chunks import Chunk, Chunker, Frame
 from vlora.watch.config import Gate
-from vlora.watch.counts import Counts
+from vlora.watch.counts import StreamCounts
 from vlora.watch.gate import CELLS, SceneGate, small_grey
 from vlora.watch.pixels import WHOLE, Region, Shot, View, of_array
 from vlora.watch.sources import SyntheticCamera
@@ -95,7 +95,7 @@ def test_lazy_decoding_yields_the_same_frames_for_less_work(
     found: list[tuple[float, int]] = []
     decoded, wanted = 0, 0.0
     with av.open(str(path)) as container:
-        decoder = LazyDecoder(container.streams.video[0].codec_context, Counts())
+        decoder = LazyDecoder(container.streams.video[0].codec_context, StreamCounts())
         for packet in container.demux(video=0):
             if not packet.size:
                 frames = decoder.finish()
@@ -113,10 +113,33 @@ def test_lazy_decoding_yields_the_same_frames_for_less_work(
         assert decoded < 0.6 * len(whole)
 
 
+def test_pictures_after_damage_are_left_out_up_to_the_next_whole_key_frame(tmp_path: Path) -> None:
+    av = pytest.importorskip("av", reason="the extra watch is not installed")
+    from vlora.watch.streams import LazyDecoder
+
+    options = {"g": "8", "bf": "0", "sc_threshold": "0", "threads": "1"}
+    noise = np.random.default_rng(0).integers(0, 256, (30, 128, 128, 3), np.uint8)
+    path = write_video(tmp_path / "v.ts", 10, [*noise], (128, 128), "h264", **options)
+    counts, times = StreamCounts(), []
+    with av.open(str(path)) as container:
+        stream = container.streams.video[0]
+        decoder = LazyDecoder(stream.codec_context, counts)
+        for index, packet in enumerate(one for one in container.demux(video=0) if one.size):
+            sent = packet
+            if index in (3, 17):
+                sent = av.Packet(bytes(packet)[: packet.size // 2])
+                sent.pts, sent.dts, sent.time_base = packet.pts, packet.dts, packet.time_base
+            times += [one.pts for one in decoder.take(sent, index / 10, 0.0)]
+        times += [one.pts for one in decoder.finish()]
+    first, step = times[0], times[1] - times[0]
+    assert [(time - first) // step for time in times] == [0, 1, 2, *range(8, 17), *range(24, 30)]
+    assert counts.damaged == 12
+
+
 def clock(is_live: bool = True):
     streams = pytest.importorskip("vlora.watch.streams", reason="the extra watch is not installed")
     now = [1000.0]
-    counts = Counts()
+    counts = StreamCounts()
     return streams.StreamClock(is_live, counts, lambda: now[0]), now, counts
 
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.support.cameras import RtspCamera, WatchRun
+from tests.support.cameras import LossyRelay, RtspCamera, WatchRun
 from tests.support.polling import until
 from vlora.watch.camera import CameraReader, open_source
 from vlora.watch.config import Camera
-from vlora.watch.counts import Counts
+from vlora.watch.counts import StreamCounts
 from vlora.watch.ring import PacketRing
 
 PASSWORD = "p@ss/w:rd?#%"
@@ -39,7 +39,7 @@ def camera() -> Iterator[Callable[..., RtspCamera]]:
 
 
 def wait_for_answers(run: WatchRun, more: int = 2) -> None:
-    counts = run["gate"].reader.counts
+    counts = run["gate"].counts
     goal = counts.answered + more
     until(lambda: counts.answered >= goal, 15)
 
@@ -51,7 +51,7 @@ def test_a_camera_that_ends_in_order_is_connected_again(start, camera):
     counts = run["gate"].reader.counts
     assert counts.gaps >= counts.reconnections
     assert any("the stream has ended; next connection in" in line for line in run.lines)
-    assert counts.errors == counts.drops == 0
+    assert run["gate"].counts.errors == run["gate"].counts.drops == 0
 
 
 @pytest.mark.alone
@@ -68,7 +68,7 @@ def test_a_frozen_camera_is_connected_again_and_its_lag_does_not_grow(start, cam
     counts = run["gate"].reader.counts
     assert counts.reconnections >= 1
     assert counts.gaps >= 1
-    assert counts.lags[-1] < 2
+    assert run["gate"].counts.lags[-1] < 2
 
 
 def test_a_camera_that_is_killed_is_connected_when_it_is_back(start, camera):
@@ -81,6 +81,29 @@ def test_a_camera_that_is_killed_is_connected_when_it_is_back(start, camera):
     rtsp.start()
     wait_for_answers(run)
     assert sum("Connection refused" in line for line in run.lines) == 1
+
+
+def test_a_camera_that_loses_packets_goes_on_and_recovers_with_the_next_key_frame(start, camera):
+    relay = LossyRelay(camera("--mtu", "200").port)
+    try:
+        run = start(gate={"url": relay.url, "transport": "udp", **CHUNKS})
+        wait_for_answers(run)
+        counts = run["gate"].reader.counts
+        assert counts.damaged == 0
+        relay.loss = 0.1
+        until(lambda: counts.damaged >= 20, 30)
+        wait_for_answers(run)
+        relay.loss, ended = 0.0, time.time()
+        until(lambda: run["gate"].last.began > ended, 10)
+        damaged = counts.damaged
+        wait_for_answers(run, 6)
+    finally:
+        relay.close()
+    # A key frame comes each second. The one that was on its way may have been damaged.
+    assert run["gate"].last.began > ended
+    assert counts.damaged - damaged < 15
+    assert relay.lost > 20
+    assert counts.reconnections == run["gate"].counts.errors == 0
 
 
 def test_another_resolution_starts_another_chunk_without_a_new_connection(start, camera, triton):
@@ -121,7 +144,7 @@ def test_a_reader_that_is_too_slow_leaves_packets_out_instead_of_falling_behind(
     camera, monkeypatch
 ):
     monkeypatch.setattr("vlora.watch.streams.MIN_LATE_SECONDS", 0.5)
-    counts, wanted, delays = Counts(), [0.0], []
+    counts, wanted, delays = StreamCounts(), [0.0], []
     source = open_source(Camera(url=camera().url, seconds=0.1), PacketRing(0.0, 0.0), counts)
     frames = source.frames(lambda: wanted[0])
     until_time = time.monotonic() + 5
@@ -161,7 +184,7 @@ def test_a_bug_that_a_camera_meets_does_not_end_it(start, camera, monkeypatch):
 def test_a_clip_of_a_camera_is_its_packets_of_these_seconds(start, camera):
     run = start(gate={"url": camera().url, **CHUNKS})
     began = time.time()
-    until(lambda: run["gate"].reader.counts.chunks and time.time() > began + 4, 15)
+    until(lambda: run["gate"].counts.chunks and time.time() > began + 4, 15)
     av = pytest.importorskip("av", reason="the extra watch is not installed")
     clip = run["gate"].reader.ring.clip(began + 2, began + 3.5)
     with av.open(io.BytesIO(clip)) as container:

@@ -25,9 +25,10 @@ from tests.support.fake_triton import FakeTriton
 from tests.support.polling import until
 from vlora.cli import app
 from vlora.errors import ServerError
-from vlora.watch.camera import Pauses, open_source
+from vlora.watch.camera import Mailbox, Pauses, open_source
+from vlora.watch.chunks import Chunk
 from vlora.watch.config import Camera
-from vlora.watch.counts import Counts
+from vlora.watch.counts import StreamCounts
 from vlora.watch.pixels import View
 from vlora.watch.ring import PacketRing
 from vlora.watch.table import LIVE_HEADS, SUMMARY_HEADS, line, live_row, summary_row
@@ -48,7 +49,7 @@ def test_a_file_read_fast_is_cut_into_chunks_and_every_chunk_is_answered(start, 
     assert keys["deadline_ms"] == 120_000
     assert triton.headers[0]["x-lora-adapter"] == f"actions/{keys['stream_id']}"
     assert {len(request["frames"]) for request in triton.requests} == {2}
-    assert run["door"].reader.counts.drops == 0
+    assert run["door"].counts.drops == 0
     spans = [one["ended"] - one["began"] for one in run.records]
     assert spans == pytest.approx([0.5, 0.5, 0.4])
     assert all(one["result"]["text"] == "moving left" for one in run.records)
@@ -59,9 +60,9 @@ def test_a_file_in_real_time_takes_its_time_and_is_repeated(start, tmp_path):
     write_video(tmp_path / "clip.mp4", 10, [0] * 10)
     began = time.time()
     run = start(door={"url": "clip.mp4", "frames": 2, "repeat": True})
-    until(lambda: run["door"].reader.counts.answered >= 2, 10)
+    until(lambda: run["door"].counts.answered >= 2, 10)
     assert 1.2 < time.time() - began < 8
-    assert run["door"].reader.counts.lags[-1] < 2
+    assert run["door"].counts.lags[-1] < 2
     assert run["door"].reader.counts.reconnections >= 1
 
 
@@ -72,16 +73,17 @@ def test_a_folder_is_played_once_in_the_order_of_names(start, triton, tmp_path):
     run = start(door={"url": "frames", "fps": 3, "frames": 3, "pace": "fast"})
     run.join()
     assert len(triton.requests) == 2
-    run = open_source(Camera(url=str(tmp_path / "frames"), fps=3), PacketRing(0, 0), Counts(), {})
-    assert [frame.size for frame in run.frames(lambda: 0.0)] == [(32, 32)] * 6
+    camera = Camera(url=str(tmp_path / "frames"), fps=3)
+    source = open_source(camera, PacketRing(0, 0), StreamCounts(), {})
+    assert [frame.size for frame in source.frames(lambda: 0.0)] == [(32, 32)] * 6
 
 
 @pytest.mark.alone
 def test_a_slow_server_costs_chunks_but_no_lag(start, triton):
     triton.delay = 0.45
     run = start(door=QUICK)
-    until(lambda: run["door"].reader.counts.answered >= 4, 10)
-    counts = run["door"].reader.counts
+    until(lambda: run["door"].counts.answered >= 4, 10)
+    counts = run["door"].counts
     assert counts.drops >= 4
     assert counts.lags[-1] < 1.2
     assert counts.drops + counts.answered + 2 >= counts.chunks
@@ -91,8 +93,8 @@ def test_the_gate_skips_an_unchanged_scene_and_asks_again_in_time(start, triton,
     write_video(tmp_path / "clip.mp4", 10, [90] * 20 + [200] * 10)
     gate = {"url": "clip.mp4", "frames": 2, "seconds": 0.5, "repeat": True, "gate": {}}
     run = start(gate=gate)
-    until(lambda: run["gate"].reader.counts.answered >= 3, 15)
-    counts = run["gate"].reader.counts
+    until(lambda: run["gate"].counts.answered >= 3, 15)
+    counts = run["gate"].counts
     assert counts.skipped > counts.answered
     assert 0.5 < run["gate"].view()["skipped"] < 1
     assert len(triton.requests) == counts.answered
@@ -118,7 +120,7 @@ def test_the_probability_of_yes_is_asked_for_beside_the_words_of_a_camera(start,
         for name, value in words.items()
     }
     run = start(plain=QUICK, **cameras)
-    until(lambda: all(run[name].reader.counts.answered for name in ("plain", *words)), 10)
+    until(lambda: all(run[name].counts.answered for name in ("plain", *words)), 10)
     sent = [json.loads(one["sampling_parameters"][0]) for one in triton.requests]
     found = {keys["stream_id"].rpartition("-")[2]: keys.get("word_probabilities") for keys in sent}
     assert found == {"plain": None, "null": ["yes"], "list": ["no", "yes"], "text": "no"}
@@ -127,11 +129,11 @@ def test_the_probability_of_yes_is_asked_for_beside_the_words_of_a_camera(start,
 def test_when_the_server_is_full_the_camera_of_lowest_priority_yields(start, triton):
     triton.refusal = FULL
     run = start(door=QUICK | {"priority": 0}, yard=QUICK | {"priority": 7})
-    until(lambda: run["yard"].reader.counts.yielded >= 2, 10)
-    assert run["door"].reader.counts.yielded == 0
+    until(lambda: run["yard"].counts.yielded >= 2, 10)
+    assert run["door"].counts.yielded == 0
     assert any("yard: yields to other cameras" in line for line in run.lines)
     triton.refusal = None
-    until(lambda: run["yard"].reader.counts.answered and run["door"].reader.counts.answered, 15)
+    until(lambda: run["yard"].counts.answered and run["door"].counts.answered, 15)
     keys = [json.loads(one["sampling_parameters"][0]) for one in triton.requests]
     assert {key["priority"] for key in keys} == {0, 7}
 
@@ -139,7 +141,7 @@ def test_when_the_server_is_full_the_camera_of_lowest_priority_yields(start, tri
 def test_what_the_server_gives_up_is_a_drop_and_a_refusal_is_an_error_told_once(start, triton):
     triton.refusal = "CANCELLED: a newer request of stream 's' superseded this one"
     run = start(door=QUICK)
-    counts = run["door"].reader.counts
+    counts = run["door"].counts
     until(lambda: counts.drops >= 2, 10)
     assert counts.errors == 0
     triton.refusal = "NOT_FOUND: unknown adapter 'x'. Known: y"
@@ -157,42 +159,76 @@ def test_a_server_that_restarts_is_waited_for_and_a_fast_file_loses_no_chunk(tmp
     with FakeTriton(delay=0.2) as first:
         run = WatchRun(tmp_path, first.url, cameras)
         run.start()
-        until(lambda: run["file"].reader.counts.answered >= 2, 10)
+        until(lambda: run["file"].counts.answered >= 2, 10)
     try:
         until(lambda: any("door: no server answers" in line for line in run.lines), 10)
         port = int(first.url.rpartition(":")[2])
         with FakeTriton(port=port) as second:
-            until(lambda: run["file"].reader.counts.answered == 10, 20)
+            until(lambda: run["file"].counts.answered == 10, 20)
             until(lambda: len(second.requests) > 12, 20)
     finally:
         run.stop()
 
 
 def test_a_changed_file_takes_effect_camera_by_camera(start):
-    run = start(door=QUICK, yard=QUICK, belt=QUICK)
-    until(lambda: all(run[name].reader.counts.answered for name in ("door", "yard")), 10)
+    other = QUICK | {"url": "synthetic:2"}
+    run = start(door=QUICK, yard=other, belt=QUICK)
+    until(lambda: all(run[name].counts.answered for name in ("door", "yard")), 10)
     door, yard = run["door"], run["yard"]
     rule = {"name": "motion", "when": {"contains": "left"}}
-    run.write({"door": QUICK | {"alerts": [rule]}, "yard": QUICK | {"frames": 3}, "new": QUICK})
+    run.write({"door": QUICK | {"alerts": [rule]}, "yard": other | {"frames": 3}, "new": QUICK})
     until(lambda: any("was read again" in line for line in run.lines), 10)
-    until(lambda: run["new"].reader.counts.answered, 10)
-    assert {one.reader.name for one in run.watch.watched()} == {"door", "yard", "new"}
+    until(lambda: run["new"].counts.answered, 10)
+    assert {one.name for one in run.watch.watched()} == {"door", "yard", "new"}
     assert run["door"] is door
     assert door.camera.alerts[0].name == "motion"
     assert door.reader.counts.reconnections == 0
     assert run["yard"] is not yard
     assert yard.reader.is_stopping
+    assert run["new"].reader is door.reader
+
+
+def test_the_questions_of_a_camera_share_its_decoder_and_are_asked_each_for_itself(start, triton):
+    rule = {"name": "motion", "when": {"contains": "left"}}
+    people = {"adapter": "actions", "question": "Who?", "alerts": [rule]}
+    run = start(gate=QUICK | {"asks": {"people": people, "fire": {"every": 4, "priority": 3}}})
+    until(lambda: run["gate:fire"].counts.answered >= 3, 15)
+    reader = run["gate:people"].reader
+    assert reader is run["gate:fire"].reader
+    assert run["gate:people"].counts.chunks >= 9
+    asked = [
+        (one["frames"], one["text_input"][0], json.loads(one["sampling_parameters"][0]))
+        for one in triton.requests
+    ]
+    whos, fires = ([one for one in asked if one[1] == text] for text in (b"Who?", b""))
+    assert {keys["lora_name"] for _, _, keys in whos} == {"actions"}
+    assert {keys["priority"] for _, _, keys in fires} == {3}
+    assert {keys["deadline_ms"] for _, _, keys in fires} == {4000}
+    streams = [{keys["stream_id"] for _, _, keys in some} for some in (whos, fires)]
+    assert [len(some) for some in streams] == [1, 1]
+    assert streams[0] != streams[1]
+    assert {b"".join(files) for files, _, _ in fires} & {b"".join(files) for files, _, _ in whos}
+    assert {one["camera"] for one in run.records} == {"gate:people", "gate:fire"}
+    # Another question does not cost a new connection.
+    run.write({"gate": QUICK | {"asks": {"fire": {"question": "Smoke?"}}}})
+    until(lambda: any("was read again" in line for line in run.lines), 10)
+    until(lambda: run["gate:fire"].counts.answered, 10)
+    assert [one.name for one in run.watch.watched()] == ["gate:fire"]
+    assert run["gate:fire"].reader is reader
+    assert not reader.is_stopping
+    run.write({"gate": QUICK | {"frames": 3}})
+    until(lambda: reader.has_ended, 10)
 
 
 def test_a_wrong_file_is_told_and_the_old_one_stays(start):
     run = start(door=QUICK)
     run.write({"door": QUICK | {"frame": 3}})
     until(lambda: any("unknown key 'frame'" in line for line in run.lines), 10)
-    answered = run["door"].reader.counts.answered
-    until(lambda: run["door"].reader.counts.answered > answered, 10)
+    answered = run["door"].counts.answered
+    until(lambda: run["door"].counts.answered > answered, 10)
     run.path.unlink()
     run.write({"yard": QUICK})
-    until(lambda: [one.reader.name for one in run.watch.watched()] == ["yard"], 10)
+    until(lambda: [one.name for one in run.watch.watched()] == ["yard"], 10)
 
 
 def test_a_camera_is_not_connected_outside_its_hours(start, monkeypatch):
@@ -203,7 +239,7 @@ def test_a_camera_is_not_connected_outside_its_hours(start, monkeypatch):
     until(lambda: run["door"].reader.state == "waiting", 10)
     assert run["door"].view()["detail"] == "outside its hours"
     monkeypatch.setattr(Camera, "is_watched", lambda camera, time: True)
-    until(lambda: run["door"].reader.counts.answered, 10)
+    until(lambda: run["door"].counts.answered, 10)
     monkeypatch.setattr(Camera, "is_watched", lambda camera, time: False)
     until(lambda: run["door"].reader.detail == "outside its hours", 10)
 
@@ -237,7 +273,7 @@ def site(tmp_path: Path) -> Iterator[tuple[Path, str]]:
 
 def shades(url: str) -> list[int]:
     """Return the grey values of all frames of a source."""
-    source = open_source(Camera(url=url, size=32), PacketRing(0, 0), Counts(), {})
+    source = open_source(Camera(url=url, size=32), PacketRing(0, 0), StreamCounts(), {})
     try:
         return [int(np.mean(f.read(VIEW))) for f in source.frames(lambda: 0.0)]
     finally:
@@ -289,7 +325,7 @@ def test_a_device_and_a_missing_file_are_explained(tmp_path):
 
 def test_the_table_and_the_lines_show_answers_and_counts(start):
     run = start(door=QUICK, gone={"url": "rtsp://127.0.0.1:9/x"})
-    until(lambda: run["door"].reader.counts.answered and run["gone"].reader.detail, 10)
+    until(lambda: run["door"].counts.answered and run["gone"].reader.detail, 10)
     row = dict(zip(LIVE_HEADS, live_row(run["door"]), strict=True))
     assert (row["state"], row["answer"], row["drops"]) == ("running", "moving left", "0")
     row = dict(zip(LIVE_HEADS, live_row(run["gone"]), strict=True))
@@ -326,6 +362,37 @@ def test_check_tries_the_server_and_each_camera_once(triton, tmp_path):
     assert triton.requests == []
 
 
+def test_a_question_that_is_removed_does_not_hold_a_fast_file_up():
+    box, stop = Mailbox("gate:fire", lambda: None, every=2), threading.Event()
+    chunks = [Chunk(float(at), at + 0.5, []) for at in range(4)]
+    reader = threading.Thread(target=lambda: [box.put(one, stop, True) for one in chunks])
+    reader.start()
+    until(lambda: box.counts.chunks == 1, 10)
+    reader.join(0.3)
+    assert reader.is_alive(), "it waits until the first chunk is taken"
+    box.is_closed = True
+    reader.join(10)
+    assert not reader.is_alive()
+    assert box.counts.chunks == 2
+
+
+def test_check_tries_a_stream_of_several_questions_once_and_tells_of_several_decoders(
+    triton, tmp_path
+):
+    gone = {"url": "rtsp://127.0.0.1:9/x"}
+    cameras = {"gate": gone | {"asks": {"a": {}, "b": {}}}, "near": gone | {"size": 64}}
+    done = subprocess.run(
+        command(triton, tmp_path, "--check", **cameras), capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert [line.split()[0] for line in done.stdout.splitlines()[1:4]] == [
+        "gate:a:",
+        "gate:b:",
+        "near:",
+    ]
+    assert "gate:a and near have one URL and different keys" in done.stdout
+
+
 def test_an_interrupt_ends_in_order_with_a_summary(triton, tmp_path):
     log = tmp_path / "answers.jsonl"
     words = command(triton, tmp_path, "--jsonl", str(log), door=QUICK)
@@ -348,6 +415,7 @@ def test_an_interrupt_ends_in_order_with_a_summary(triton, tmp_path):
     assert "p95 s" in shown
     record = json.loads(log.read_text().splitlines()[0])
     assert record["camera"] == "door"
+    assert record["ended"] <= record["asked"] <= record["answered"]
     assert record["result"]["text"] == "moving left"
 
 
