@@ -81,6 +81,7 @@ class Watched:
             reconnections=stream.reconnections,
             gaps=stream.gaps,
             damaged=stream.damaged,
+            errors=counts.errors,
             skipped=counts.share_skipped,
         )
 
