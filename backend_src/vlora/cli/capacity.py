@@ -82,7 +82,8 @@ def _parts_table(result: Capacity) -> Table:
 
 
 def _adapters_table(result: Capacity) -> Table:
-    right = ("packed MiB", "pages", "host MiB", "replaces tokens", "sequences beside 64 such adapters")
+    sequences = "sequences beside 64 such adapters"
+    right = ("packed MiB", "pages", "host MiB", "replaces tokens", sequences)
     table = common.make_table(("adapter", *right), right)
     for cost in (*result.examples, *result.adapters):
         table.add_row(
