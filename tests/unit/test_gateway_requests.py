@@ -460,7 +460,7 @@ def test_nothing_is_fetched_from_a_host_that_is_not_allowed() -> None:
     ):
         error = refused(options, url)
         assert error.code == "PERMISSION_DENIED"
-        assert "allowed hosts: example.com" in error.message
+        assert "--image-host allows: example.com" in error.message
     for url in ("ftp://example.com/a.png", "file:///etc/passwd", "a.png", "http://example.com/ä"):
         assert refused(options, url).code == "INVALID_ARG"
 
