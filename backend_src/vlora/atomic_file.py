@@ -33,6 +33,12 @@ def apply_umask(folder: Path) -> None:
             path.chmod(0o666 & ~mask)
 
 
+def check_absent(out: Path) -> None:
+    """Raise InvalidArgument if `out` exists."""
+    if out.exists():
+        raise InvalidArgument(f"{out} exists; name a folder that does not")
+
+
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """Yield a temporary folder next to `out`. When the context ends, rename the folder to `out`, or
@@ -40,8 +46,7 @@ def new_folder(out: Path) -> Iterator[Path]:
 
     Raises InvalidArgument if `out` exists or the folder cannot be made.
     """
-    if out.exists():
-        raise InvalidArgument(f"{out} exists; name a folder that does not")
+    check_absent(out)
     part = out.with_name(out.name + ".part")
     try:
         part.mkdir(parents=True)

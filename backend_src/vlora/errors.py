@@ -132,11 +132,13 @@ def known_names(unknown: str, names: Sequence[str], similar: Sequence[str] | Non
     return f"{hint or '.'} Known: {', '.join(names[:MAX_NAMES])}{tail}"
 
 
-def prompt_too_long(size: int, limit: float, unit: str, context: int) -> InvalidArgument:
+def prompt_too_long(
+    size: int, limit: float, unit: str, context: int, hint: str = ""
+) -> InvalidArgument:
     """Return the error for a prompt of `size` units in a context of so many tokens."""
     return InvalidArgument(
         f"the prompt is too long: it has {size} {unit}; the context of {context} tokens holds a"
-        f" prompt of at most {limit:.0f} {unit}"
+        f" prompt of at most {limit:.0f} {unit}{hint}"
     )
 
 

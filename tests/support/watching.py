@@ -62,6 +62,7 @@ def view(name: str, **other: Any) -> CameraView:
         "drops": 0,
         "reconnections": 0,
         "gaps": 0,
+        "errors": 0,
         "damaged": 0,
         "skipped": 0.0,
         **other,

@@ -212,7 +212,7 @@ def test_serve_restarts_its_gateway_and_ends_with_a_model(
         *("--gateway-base-name", "demo"),
     )
     output = output_until(process, "gateway   http://")
-    assert "1 adapter failed to load: broken (for the reasons, see the log" in output
+    assert "1 adapter failed to load:\n  adapter 'broken': " in output
     url = output.split()[-1].removesuffix("/v1")
     with urlopen(f"{url}/playground/", timeout=60) as answer:  # It answers when it is printed.
         assert answer.status == 200

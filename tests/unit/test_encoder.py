@@ -314,9 +314,11 @@ def test_a_request_with_too_many_image_tokens_is_refused_before_its_images_are_d
     encoders = EncoderService(FakeEncoder(), FeatureCache(0), context=11)
     encoders.receive(None).plan([PictureSize(3000, 4000, False)] * 2)
     with pytest.raises(
-        InvalidArgument, match="too long: it has 12 image tokens; the context of 11"
+        InvalidArgument, match=r"too long: it has 12 image tokens; the context of 11.*tokens$"
     ):
         encoders.receive(None).plan([PictureSize(3000, 4000, False)] * 3)
+    with pytest.raises(InvalidArgument, match=r"fewer than 3 frames; .*video\.num_frames'"):
+        encoders.receive(None).plan([PictureSize(3000, 4000, True)] * 3)
 
 
 def test_the_pixels_of_a_request_for_the_tower_are_counted():

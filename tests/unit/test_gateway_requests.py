@@ -104,6 +104,8 @@ def test_clips_and_pictures_come_in_any_order() -> None:
     for url in ("data:video/avi;base64,AA", "data:video/jpeg;base64", "file:///a.mp4", "rtsp://a"):
         with pytest.raises(ApiError, match="must be a video file, data:video/mp4;base64"):
             chat({"type": "video_url", "video_url": {"url": url}})
+    with pytest.raises(ApiError, match="is a video; send it as a 'video_url'"):
+        chat({"type": "image_url", "image_url": {"url": "data:video/mp4;base64,AA"}})
 
 
 @pytest.mark.parametrize("priority", [-1, "-5", -(2**31)])
@@ -460,7 +462,7 @@ def test_nothing_is_fetched_from_a_host_that_is_not_allowed() -> None:
     ):
         error = refused(options, url)
         assert error.code == "PERMISSION_DENIED"
-        assert "allowed hosts: example.com" in error.message
+        assert "--image-host allows: example.com" in error.message
     for url in ("ftp://example.com/a.png", "file:///etc/passwd", "a.png", "http://example.com/ä"):
         assert refused(options, url).code == "INVALID_ARG"
 

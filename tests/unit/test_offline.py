@@ -601,6 +601,7 @@ def test_what_cannot_be_quantized_is_refused_and_leaves_nothing(
     arguments = ["--group-size", options] if options else []
     if fault == "exists":
         out.mkdir()
+        monkeypatch.setattr("vlora.offline.quantize.quantize_folder", None)  # It is not begun.
     elif fault == "inside":
         target = source / "int4"
     elif fault == "option":

@@ -192,9 +192,10 @@ def test_a_first_server_that_does_not_start_is_not_restarted() -> None:
 
 
 AT = "1121 21:14:16.534550 16819"
+BROKEN = "adapter 'bad one': vlora.json has the unknown key 'task'"
 LOG = f"""W{AT} metrics.cc:650] "DCGM unable to start: DCGM initialization error"
 E{AT} server.cc:241] "CudaDriverHelper has not been initialized."
-W{AT} process.py:339] "[lmm] adapter 'bad one': vlora.json has the unknown key 'task'"
+W{AT} process.py:339] "[lmm] {BROKEN}"
 W{AT} process.py:339] "[lmm] adapter 'a' is served by the file, not 'b'"
 I{AT} server.cc:631]
 +---------+
@@ -227,7 +228,7 @@ def test_a_failed_start_is_explained_by_model_errors_then_other_errors_then_the_
     wrong = "tritonserver: unrecognized option '--nonsense'"
     assert why_it_did_not_start(f"{wrong}\nUsage: tritonserver\n--on-error: stop\n") == wrong
     assert why_it_did_not_start(LOG).splitlines()[-1] == f"I{AT} server.cc:631]"
-    assert broken_adapters(LOG + LOG) == ["bad one"], "each adapter is named once"
+    assert broken_adapters(LOG + LOG) == [BROKEN], "each adapter is named once"
 
 
 def test_no_more_than_the_end_of_a_log_is_read(tmp_path: Path) -> None:

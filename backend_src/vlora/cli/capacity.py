@@ -52,7 +52,7 @@ def capacity(
 
 
 def _parts_table(result: Capacity) -> Table:
-    title = f"{result.memory_bytes / GIB:g} GiB"
+    title = f"what fits into {result.memory_bytes / GIB:g} GiB (--memory)"
     table = common.make_table(("part", "MiB", "contents"), ("MiB",), title)
     pool = result.pages * result.page_bytes
     adapters = result.adapter_pages * result.page_bytes
@@ -72,15 +72,18 @@ def _parts_table(result: Capacity) -> Table:
     ]
     for name, size, contents in rows:
         table.add_row(name, f"{size / MIB:.1f}", contents)
-    table.caption = f"with the configured pool: {result.configured_bytes / MIB:.1f} MiB"
+    configured = f"{result.configured_bytes / MIB:.1f} MiB"
+    table.caption = f"a server with the page pool of its options needs {configured}"
     if not result.pages:
         least = math.ceil(100 * (result.fixed_bytes + result.page_bytes) / GIB) / 100
-        table.caption += f"; nothing is left for pages: --memory must be at least {least:g}"
+        needed = f"nothing is left for pages: --memory must be at least {least:g}"
+        table.caption = f"{needed}; {table.caption}"
     return table
 
 
 def _adapters_table(result: Capacity) -> Table:
-    right = ("packed MiB", "pages", "host MiB", "replaces tokens", "sequences beside 64")
+    sequences = "sequences beside 64 such adapters"
+    right = ("packed MiB", "pages", "host MiB", "replaces tokens", sequences)
     table = common.make_table(("adapter", *right), right)
     for cost in (*result.examples, *result.adapters):
         table.add_row(

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from vlora.atomic_file import check_absent
 from vlora.cli import common
 from vlora.config import Options
 from vlora.errors import InvalidArgument
@@ -59,7 +60,8 @@ def quantize(
             raise InvalidArgument(
                 f"--group-size {group_size} must be 32, 64 or 128 with int4, and is for int4 alone"
             )
-        # Imported here because they import torch.
+        check_absent(out)
+        # Imported here because they import torch, which takes seconds.
         from vlora.model.decoder_config import load_config
         from vlora.offline.quantize import quantize_folder
 
@@ -67,5 +69,5 @@ def quantize(
         form = Format(4, group_size, zeros=True) if is_int4 else Format(8, None)
         with common.progress() as progress:
             before, after = quantize_folder(folder, out, load_config(folder), form, progress)
-    sizes = f"weights of {before / 1e9:.2f} GB became {after / 1e9:.2f} GB"
+    sizes = f"weights of {before / 1e9:.3g} GB became {after / 1e9:.3g} GB"
     common.print_plain(f"ok  {out}: {form.name}, {sizes}")

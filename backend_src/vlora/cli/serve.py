@@ -6,11 +6,12 @@ import json
 import os
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
@@ -300,26 +301,34 @@ def _announce(
     print_plain(f"model     {options.model}")
     print_plain(f"adapters  {options.adapters or 'none; name a folder with --adapters'}")
     if broken := server.broken_adapters():
-        names = ", ".join(broken[:MAX_NAMES]) + (", …" if len(broken) > MAX_NAMES else "")
-        reasons = "for the reasons, see the log or run `vlora adapters check` with the same options"
-        number = common.counted(len(broken), "adapter")
-        print_plain(f"{number} failed to load: {names} ({reasons})")
+        _print_broken(broken)
     print_plain(f"HTTP      {server.http_url}")
     print_plain(f"gRPC      {server.grpc_url}")
     print_plain(f"metrics   {server.metrics_url}")
     if gateway is not None:
         print_plain(f"gateway   {gateway.url}/v1{late}")
-    for one in server.replicas if isinstance(server, Replicas) else ():
+    replicas = server.replicas if isinstance(server, Replicas) else []
+    for one in replicas:
         own, cores = one.server, ",".join(map(str, one.cores))
         print_plain(f"replica {one.name} HTTP {own.http_url}, gRPC {own.grpc_url}, cores {cores}")
-    print_plain(f"log       {server.log}")
+    logs = [one.server.log for one in replicas] or [server.log]
     if gateway is not None and gateway.log is not None:
-        print_plain(f"          {gateway.log}")
+        logs.append(gateway.log)
+    for label, log in zip_longest(["log"], logs, fillvalue=""):
+        print_plain(f"{label:<9} {log}")
     question = first_question(options, server.http_url)
     hint = f", with an image of yours as {OWN_PICTURE}" if OWN_PICTURE in question else ""
     print_plain(f"Try this in another terminal{hint}:")
     print_plain(f"  {question}")
     print_plain("Press Ctrl-C to stop the server.")
+
+
+def _print_broken(reasons: Sequence[str]) -> None:
+    print_plain(f"{common.counted(len(reasons), 'adapter')} failed to load:")
+    for reason in reasons[:MAX_NAMES]:
+        print_plain(f"  {reason}")
+    if len(reasons) > MAX_NAMES:
+        print_plain("  … (`vlora adapters check` with the same options names all)")
 
 
 def first_question(options: Options, url: str) -> str:

@@ -6,30 +6,36 @@ import asyncio
 import importlib.util
 import json
 import signal
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from textwrap import shorten
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Group
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from vlora.cli.common import Command, console, make_table, option, print_plain, report_errors
 from vlora.errors import ServerError, VLoraError
 
 if TYPE_CHECKING:
+    from vlora.watch.asking import Analytics
     from vlora.watch.config import Camera, Cameras
     from vlora.watch.desk import AlertDesk
     from vlora.watch.run import Watch, Watched
+    from vlora.watch.sinks import SinkOptions
 
 app = typer.Typer(add_completion=False)
 LINE_SECONDS = 10.0  # Interval of the lines where the output is no terminal.
 SHOW_SECONDS = 0.5  # Interval of updates of the live table.
 WIDTH = 120  # Columns of the summary where the output is no terminal.
 CLOSE_SECONDS = 5.0  # Time at the end for events that wait for their sinks.
-MAX_CHECKS = 8  # Cameras that --check tries at the same time.
+CHECK_DEADLINE_MS = 120_000.0  # All cameras are tried at once, so their answers may be late.
 
 # Packages that the extra `watch` installs, by the names of their imports.
 PACKAGES = ("av", "fastapi", "grpc", "httptools", "pydantic", "tritonclient", "uvicorn", "yaml")
@@ -48,7 +54,9 @@ Log = Annotated[
 Seconds = Annotated[
     float | None, option("SECONDS", "End after this time. Default: on Ctrl-C.", min=0.1)
 ]
-Check = Annotated[bool, option(None, "Read FILE, try server and cameras once, and end.", "--check")]
+Check = Annotated[
+    bool, option(None, "Try the server, sinks and each camera once, and end.", "--check")
+]
 
 
 def check_installed() -> None:
@@ -71,9 +79,10 @@ def watch(
 ) -> None:
     """Ask a V-LoRA server about the video of cameras until Ctrl-C.
 
-    FILE names the cameras: RTSP, HTTP and HLS streams, video files, devices and folders. Each has
-    its adapter, question, gate and alerts; docs/video.md lists the keys. A changed FILE takes
-    effect within two seconds, camera by camera. Passwords come from variables of the environment.
+    FILE names the cameras: RTSP, HTTP and HLS streams, video files, devices and
+    folders. Each has its adapter, question, gate and alerts; docs/video.md lists
+    the keys. A changed FILE takes effect within two seconds, camera by camera.
+    Passwords come from variables of the environment.
     """
     with report_errors():
         check_installed()
@@ -132,14 +141,16 @@ async def watch_cameras(
                 page = WatchPage(cameras.page, watch.views, desk)
                 stack.callback(page.close)
                 print_plain(f"page: {page.url}")
-            await _until_the_end(watch, desk, seconds)
+            await _until_the_end(watch, desk, seconds, shows_table(cameras.sinks))
     return watch.watched()
 
 
-async def _until_the_end(watch: Watch, desk: AlertDesk, seconds: float | None) -> None:
+async def _until_the_end(
+    watch: Watch, desk: AlertDesk, seconds: float | None, is_table: bool
+) -> None:
     """Run until all sources have ended, a signal, or for so many seconds."""
     running = asyncio.create_task(watch.run())
-    showing = asyncio.create_task(_show(watch, desk))
+    showing = asyncio.create_task(_show(watch, desk, is_table))
     loop = asyncio.get_running_loop()
     for one in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(one, running.cancel)
@@ -158,16 +169,24 @@ async def _until_the_end(watch: Watch, desk: AlertDesk, seconds: float | None) -
         showing.result()
 
 
-async def _show(watch: Watch, desk: AlertDesk) -> None:
+def shows_table(sinks: Sequence[SinkOptions]) -> bool:
+    """Return whether the output is a terminal to which no sink writes, as it would over a table."""
+    writes = any(one.kind == "jsonl" and str(one.path) == "-" for one in sinks)
+    return console.is_terminal and not writes
+
+
+async def _show(watch: Watch, desk: AlertDesk, is_table: bool) -> None:
     from vlora.watch.table import line
 
-    if not console.is_terminal:
+    if not is_table:
         while True:
             await asyncio.sleep(LINE_SECONDS)
-            print_plain(line(watch.watched(), sum(desk.counts()["events"].values())))
+            print_plain(line(watch.watched(), desk.counts()))
     with Live(console=console, auto_refresh=False, transient=True) as live:
         while True:
-            live.update(live_table(watch.watched()), refresh=True)
+            # The totals come first, because a terminal cuts a table of many cameras at its end.
+            totals = Text(line(watch.watched(), desk.counts()))
+            live.update(Group(totals, live_table(watch.watched())), refresh=True)
             await asyncio.sleep(SHOW_SECONDS)
 
 
@@ -192,49 +211,90 @@ def print_summary(watched: Sequence[Watched]) -> None:
 
 
 def check_once(cameras: Cameras) -> bool:
-    """Try the server and each camera. Return whether any failed."""
+    """Try the server, sinks, page and each camera. Return whether any failed."""
+    return asyncio.run(_check_all(cameras))
+
+
+async def _check_all(cameras: Cameras) -> bool:
+    from vlora.watch.asking import Analytics
     from vlora.watch.desk import removed_sinks
 
-    faults = [asyncio.run(_server_fault(cameras.server))]
-    print_plain(f"server {cameras.server}: {faults[0] or 'ready'}")
-    streams = {one.stream: one for one in cameras.cameras.values()}
-    with ThreadPoolExecutor(MAX_CHECKS) as pool:
-        tried = dict(zip(streams, pool.map(_camera_fault, streams.values()), strict=True))
-    for name, camera in cameras.cameras.items():
-        fault, shown = tried[camera.stream]
-        faults.append(fault)
-        print_plain(f"{name}: {fault or shown}")
+    async with Analytics(cameras.server) as analytics:
+        fault = await _fault_of(analytics.check())
+        print_plain(f"server {cameras.server}: {fault or 'ready'}")
+        faults = [fault]
+        for name, fault in _setting_faults(cameras):
+            print_plain(f"{name}: {fault}")
+            faults.append(fault)
+        asked = None if faults[0] else analytics
+        streams = {one.stream: one for one in cameras.cameras.values()}
+        # The questions of a stream share its picture.
+        pictures = {
+            stream: asyncio.create_task(asyncio.to_thread(_first_picture, one))
+            for stream, one in streams.items()
+        }
+        tries = [
+            asyncio.create_task(_try_camera(one, pictures[one.stream], asked))
+            for one in cameras.cameras.values()
+        ]
+        for name, one in zip(cameras.cameras, tries, strict=True):
+            faults.append(await _fault_of(one))
+            print_plain(f"{name}: {faults[-1] or one.result()}")
     for sentence in (*cameras.doubled(), *removed_sinks(cameras.sinks, cameras.retention)):
         print_plain(sentence)
     return any(faults)
 
 
-async def _server_fault(address: str) -> str:
-    from vlora.watch.asking import Analytics
-
-    async with Analytics(address) as analytics:
-        try:
-            await analytics.check()
-        except ServerError as error:
-            return str(error)
+async def _fault_of(work: Awaitable[Any]) -> str:
+    """Return the message of the error of `work`; "" if it has none."""
+    try:
+        await work
+    except (ServerError, VLoraError) as error:
+        return str(error)
     return ""
 
 
-def _camera_fault(camera: Camera) -> tuple[str, str]:
-    """Return why no frame of a camera can be read, or "" and the size of its first frame."""
+def _setting_faults(cameras: Cameras) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with sinks and page, such as a password that the environment lacks."""
+    settings: dict[str, Callable[[], Any]] = {f"sink {s.name}": s.open for s in cameras.sinks}
+    if cameras.page is not None:
+        settings["page"] = cameras.page.address
+    for name, open_setting in settings.items():
+        try:
+            open_setting()
+        except ServerError as error:
+            yield name, str(error)
+
+
+async def _try_camera(camera: Camera, picture: Awaitable[Any], analytics: Analytics | None) -> str:
+    """Ask about the first picture of a camera. Return what it shows and the answer.
+
+    picture: see `_first_picture`. Raises ServerError and VLoraError.
+    """
+    size, file = await picture
+    shown = f"{camera.shown_url} shows {size[0]} x {size[1]}"
+    if analytics is None:
+        return shown
+    # As many frames as in a chunk, because their tokens have to fit into the context.
+    patient = camera.model_copy(update={"deadline_ms": CHECK_DEADLINE_MS})
+    began = time.monotonic()
+    result = await analytics.ask(patient, f"check-{uuid.uuid4().hex}", [file] * camera.frames)
+    answer = shorten(result["text"], 60, placeholder="…") or "(nothing)"
+    return f"{shown}, answered in {time.monotonic() - began:.2f} s: {answer}"
+
+
+def _first_picture(camera: Camera) -> tuple[tuple[int, int], bytes]:
+    """Return the size of the first frame, and what is sent of it as JPEG. Raises SourceError."""
     from vlora.watch.camera import open_source
     from vlora.watch.counts import StreamCounts
+    from vlora.watch.pixels import View, encoded
     from vlora.watch.ring import PacketRing
+    from vlora.watch.sources import SourceError
 
+    source = open_source(camera, PacketRing(0.0, 0.0), StreamCounts())
     try:
-        source = open_source(camera, PacketRing(0.0, 0.0), StreamCounts())
-        try:
-            frame = next(source.frames(lambda: 0.0), None)
-        finally:
-            source.close()
-    except (ServerError, VLoraError) as error:
-        return str(error), ""
-    if frame is None:
-        return f"{camera.shown_url} has no frames", ""
-    width, height = frame.size
-    return "", f"{camera.shown_url} shows {width} x {height}"
+        for frame in source.frames(lambda: 0.0):
+            return frame.size, encoded(frame.read(View.of(camera.regions, camera.size)))
+    finally:
+        source.close()
+    raise SourceError(f"{camera.shown_url} has no frames")

@@ -69,7 +69,7 @@ class MediaLoader:
         url, host = _read_url(media)
         if host not in self._hosts:
             allowed = ", ".join(sorted(self._hosts)) or "none; send a data URL"
-            refusal = f"images may not be fetched from {shown(host)}; allowed hosts: {allowed}"
+            refusal = f"files may not be fetched from {shown(host)}; --image-host allows: {allowed}"
             raise ApiError("PERMISSION_DENIED", refusal, media.param)
         try:
             async with asyncio.timeout(self._options.fetch_seconds):
@@ -147,7 +147,7 @@ class PublicNetwork(httpcore2.AsyncNetworkBackend):
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
         addresses = [str(entry[4][0]) for entry in found]
         if not all(map(is_public, addresses)):
-            refused = f"images may not be fetched from {host!r}"
+            refused = f"files may not be fetched from {host!r}"
             raise PrivateAddress(f"{refused}: its address is not public")
         return await self._backend.connect_tcp(addresses[0], port, *args, **kwargs)
 

@@ -192,6 +192,8 @@ class _Reader:
         if kind == "video_url":
             self._clip(value["url"], f"{param}.url")
             return {"type": "video"}
+        if value["url"].startswith("data:video/"):
+            raise invalid(f"{param}.url", f"'{param}.url' is a video; send it as a 'video_url'")
         self._check_number(1, param)
         self.images.append(Media(value["url"], f"{param}.url"))
         return {"type": "image"}

@@ -245,7 +245,7 @@ class TritonServer(Addressed):
         return server_log.why_it_failed(server_log.read_end(self.log, self._ready_at))
 
     def broken_adapters(self) -> list[str]:
-        """Return the names of the adapters that failed to load, according to the log."""
+        """Return which adapters failed to load and why, according to the log."""
         return server_log.broken_adapters(server_log.read_end(self.log))
 
     def _repository(self) -> Path:

@@ -25,7 +25,7 @@ NOISE = (
 _USAGE = re.compile("unrecognized option|Unexpected argument|option .* requires an argument")
 _INFORMATION = re.compile(r"I\d{4} \d\d:\d\d:")
 _FAILED = re.compile(r".*?failed to load '.*?'( version \d+)?")
-_BROKEN = re.compile(r"^W\d{4} .*\] \"\[lmm\] adapter '(.*?)': ")
+_BROKEN = re.compile(r"^W\d{4} .*?\] \"\[lmm\] (adapter '(.*?)': .*)\"$")
 
 
 def create(path: Path) -> IO[bytes]:
@@ -100,9 +100,10 @@ def why_it_failed(log_since_ready: str, lines: int = 12) -> str:
 
 
 def broken_adapters(log: str) -> list[str]:
-    """Return the names of adapters that could not be loaded, in the order of the log."""
+    """Return for each adapter that could not be loaded its name and its last reason."""
     matches = (_BROKEN.match(line) for line in log.splitlines())
-    return list(dict.fromkeys(match[1] for match in matches if match))
+    # Triton puts messages into quotes, and a backslash before a quote in them.
+    return list({match[2]: match[1].replace('\\"', '"') for match in matches if match}.values())
 
 
 def _without_noise(lines: list[str]) -> list[str]:

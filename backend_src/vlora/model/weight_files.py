@@ -67,10 +67,13 @@ def open_weights(file: Path, framework: str = "pt") -> Any:
     """
     try:
         return safe_open(file, framework=framework, backend="pread")
+    except FileNotFoundError:
+        raise InvalidArgument(f"model: {file} is missing") from None
     except (SafetensorError, OSError) as error:
-        hint = ""
+        hint = "; is its download complete?" if isinstance(error, SafetensorError) else ""
         with suppress(OSError), file.open("rb") as opened:
-            hint = LFS_HINT * (opened.read(len(LFS_HEADER)) == LFS_HEADER)
+            if opened.read(len(LFS_HEADER)) == LFS_HEADER:
+                hint = LFS_HINT
         raise InvalidArgument(f"model: {file} cannot be read: {error}{hint}") from error
 
 

@@ -255,7 +255,10 @@ class EncoderService:
         planned = self._encoder.prepare([without_pixels(size) for size in sizes], options)
         tokens = sum(image.tokens for image in planned)
         if tokens > self._context:
-            raise prompt_too_long(tokens, self._context, "image tokens", int(self._context))
+            frames = sum(size.is_frame for size in sizes)
+            fewer = f"; send fewer than {frames} frames; of a video file, choose them with"
+            hint = f"{fewer} 'media_io_kwargs.video.num_frames'" if frames else ""
+            raise prompt_too_long(tokens, self._context, "image tokens", int(self._context), hint)
         return planned
 
     def ready(

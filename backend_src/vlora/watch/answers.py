@@ -59,5 +59,6 @@ class CameraView(TypedDict):
     drops: int
     reconnections: int
     gaps: int
+    errors: int
     damaged: int
     skipped: float

@@ -135,18 +135,21 @@ class CameraReader:
         return Shot(encoded(pixels), small_grey(pixels) if self.camera.gate else None)
 
     def _run(self) -> None:
-        pauses, connections = Pauses(), 0
+        pauses, connections, is_repeated = Pauses(), 0, False
         try:
             while not self._stop.is_set():
                 if not self.camera.is_watched(datetime.now()):
                     self._be("waiting", "outside its hours")
                     self._stop.wait(HOURS_CHECK_SECONDS)
                     continue
-                self.counts.reconnections += connections > 0
-                connections += 1
+                if not is_repeated:
+                    self.counts.reconnections += connections > 0
+                    connections += 1
+                    self._be("connecting", "")
                 began = time.monotonic()
                 reason = self._read_once()
-                if reason is None or self._stop.is_set():
+                is_repeated = reason == "" and self.camera.repeat and not self.camera.scheme
+                if reason is None or is_repeated or self._stop.is_set():
                     continue
                 if self._is_over(reason):
                     break
@@ -159,11 +162,9 @@ class CameraReader:
     def _is_over(self, reason: str) -> bool:
         """Return whether a finite source has ended and is not repeated."""
         is_finite = not self.camera.scheme and not self.camera.url.startswith("/dev/")
-        return is_finite and not reason and not self.camera.repeat
+        return is_finite and not reason
 
     def _wait(self, reason: str, seconds: float) -> None:
-        if not reason and self.camera.repeat and not self.camera.scheme:
-            return
         self.counts.gaps += 1
         reason = reason or "the stream has ended"
         if reason != self._told:  # A camera that is away for days is told once.
@@ -175,7 +176,6 @@ class CameraReader:
     def _read_once(self) -> str | None:
         """Connect and read to the end. Return why it ended: "" for an orderly end, None for that of
         the camera's hours."""
-        self._be("connecting", "")
         self._chunker.restart()
         source: Source | None = None
         try:
@@ -194,6 +194,7 @@ class CameraReader:
 
     def _read(self, source: Source) -> bool:
         """Pass chunks on. Return whether the source has ended; otherwise its hours have."""
+        is_empty = True
         for frame in source.frames(lambda: self._chunker.wanted):
             if self.camera.pace == "real":
                 # A live frame is never ahead of its time.
@@ -202,10 +203,11 @@ class CameraReader:
                 self._report(f"{self.name}: connected to {self.camera.shown_url}")
                 self._told = ""
                 self._be("running", "")
+            is_empty = False
             self._pass_on(self._chunker.take(frame))
             if self._stop.is_set() or not self.camera.is_watched(datetime.now()):
                 return False
-        if self.state != "running":
+        if is_empty:
             raise SourceError(f"{self.camera.shown_url} has no frames")
         self._pass_on(self._chunker.finish())
         return True

@@ -163,6 +163,16 @@ class Camera(StrictModel):
     timeout_seconds: Annotated[Float, Field(ge=0.1, le=600)] = 5.0
     clip: ClipBounds = ClipBounds()
 
+    @field_validator("regions", mode="before")
+    @classmethod
+    def _has_rectangles(cls, value: Any) -> Any:
+        rows = value if isinstance(value, list | tuple) else [None]
+        if not all(isinstance(row, list | tuple) and len(row) == 4 for row in rows):
+            raise ValueError(
+                f"must be a list of rectangles, [[left, top, right, bottom], …], not {shown(value)}"
+            )
+        return value
+
     @field_validator("sampling")
     @classmethod
     def _leaves_own_keys(cls, sampling: dict[str, Any]) -> dict[str, Any]:

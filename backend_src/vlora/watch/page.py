@@ -241,6 +241,7 @@ CAMERA_METRICS = (
     ("dropped_chunks_total", "counter", "Chunks dropped because a newer one was there.", "drops"),
     ("reconnections_total", "counter", "Times a camera was connected again.", "reconnections"),
     ("gaps_total", "counter", "Interruptions in the times of a camera's frames.", "gaps"),
+    ("errors_total", "counter", "Chunks whose request failed.", "errors"),
     ("damaged_frames_total", "counter", "Frames left out because packets were lost.", "damaged"),
     ("skipped_share", "gauge", "Share of the chunks not asked about, for no change.", "skipped"),
     ("lag_seconds", "gauge", "Seconds from a chunk's last frame to its answer.", "lag"),

@@ -81,6 +81,7 @@ class Watched:
             reconnections=stream.reconnections,
             gaps=stream.gaps,
             damaged=stream.damaged,
+            errors=counts.errors,
             skipped=counts.share_skipped,
         )
 
@@ -261,7 +262,11 @@ class Watch:
             counts.drops += 1
         else:
             counts.errors += 1
-        if str(error) != watched.error and not isinstance(error, Cancelled):
+        if isinstance(error, NoServer):
+            # All cameras meet it, so it is told once.
+            if not any(one.error == str(error) for one in self._watched.values()):
+                self._report(str(error))
+        elif str(error) != watched.error and not isinstance(error, Cancelled):
             self._report(f"{name}: {error}")
         watched.error = str(error)
         if is_full(error):

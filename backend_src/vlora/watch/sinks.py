@@ -56,6 +56,9 @@ class Sink(ABC):
 
     problem = ""
 
+    def start(self) -> None:  # noqa: B027 - few sinks keep a connection
+        """Begin to connect, once, before all other calls."""
+
     @abstractmethod
     def send(self, message: bytes) -> None:
         """Return when the receiver has taken the message. Raises SinkAway and SinkRefused."""
@@ -163,6 +166,7 @@ class Delivery:
         size = options.max_megabytes * 1_000_000
         self._queue = DiskQueue(folder / f"{options.name}{SUFFIX}", options.max_messages, size)
         self._sink = options.open()
+        self._sink.start()
         self._closing = threading.Event()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"sink {self.name}", daemon=True)
@@ -325,8 +329,11 @@ class Mqtt(Sink):
         client.on_connect = self._connected
         client.on_connect_fail = self._failed
         client.on_disconnect = self._disconnected
-        client.connect_async(options.host, options.port, options.keepalive_seconds)
-        client.loop_start()
+        self._broker = (options.host, options.port, options.keepalive_seconds)
+
+    def start(self) -> None:
+        self._client.connect_async(*self._broker)
+        self._client.loop_start()
 
     def send(self, message: bytes) -> None:
         if self._pending is None or self._pending[0] != message:

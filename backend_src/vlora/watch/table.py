@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from textwrap import shorten
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,9 @@ ANSWER_WIDTH = 36
 
 def live_row(watched: Watched) -> tuple[str, ...]:
     view, last = watched.view(), watched.last
-    state = view["state"] + (f": {view['detail']}" if view["detail"] else "")
+    # The URL is left out, because it is long and the reason behind it is what counts.
+    reason = view["detail"].removeprefix(f"{watched.camera.shown_url}: ")
+    state = view["state"] + (f": {reason}" if reason else "")
     text = ""
     if last is not None:
         best = f" ({max(last.scores.values()):.2f})" if last.scores else ""
@@ -35,8 +38,11 @@ def summary_row(watched: Watched) -> tuple[str, ...]:
     return (watched.name, *_counts(watched), *figures)
 
 
-def line(watched: Sequence[Watched], events: int) -> str:
-    """Return one line with the time and totals of all cameras."""
+def line(watched: Sequence[Watched], desk: Mapping[str, Any]) -> str:
+    """Return one line with the time, totals of all cameras, and the sinks that are away.
+
+    desk: see `AlertDesk.counts`.
+    """
     counts = [one.counts for one in watched]
     running = sum(one.reader.state == "running" for one in watched)
     lags = [one.lags[-1] for one in counts if one.lags]
@@ -46,10 +52,16 @@ def line(watched: Sequence[Watched], events: int) -> str:
         f"{sum(one.skipped for one in counts)} skipped",
         f"{sum(one.drops for one in counts)} dropped",
         f"{sum(one.errors for one in counts)} errors",
-        f"{events} events",
+        f"{sum(desk['events'].values())} events",
     ]
-    lag = f", lag up to {max(lags):.2f} s" if lags else ""
-    return f"{time.strftime('%H:%M:%S')}  {', '.join(parts)}{lag}"
+    if lags:
+        parts.append(f"lag up to {max(lags):.2f} s")
+    away = [
+        f"; sink {name}: {sink['away']} ({sink['queued']} waiting)"
+        for name, sink in desk["sinks"].items()
+        if sink["away"]
+    ]
+    return f"{time.strftime('%H:%M:%S')}  {', '.join(parts)}{''.join(away)}"
 
 
 def _counts(watched: Watched) -> tuple[str, ...]:

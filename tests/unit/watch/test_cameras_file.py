@@ -46,6 +46,7 @@ def test_defaults_apply_to_all_cameras_and_paths_start_at_the_file(tmp_path: Pat
         ({"frame": 3}, r"cameras\.gate: unknown key 'frame'; did you mean 'frames'\?"),
         ({"frames": 0}, r"cameras\.gate\.frames is 0, but should be greater than or equal to 1"),
         ({"interval": 0.5}, r"interval is 0\.5, but chunks of 1 s may not overlap"),
+        ({"regions": [0, 0, 1, 1]}, r"regions: must be a list of rectangles, .* not \[0, 0"),
         ({"regions": [[0.5, 0, 0.5, 1]]}, r"region \[0\.5, 0\.0, 0\.5, 1\.0\] must be \[left"),
         ({"hours": ["7-19"]}, r"must be like 'mon-fri 07:00-19:00'"),
         ({"hours": ["25:00-26:00"]}, "has a time that does not exist"),

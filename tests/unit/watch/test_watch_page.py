@@ -283,6 +283,9 @@ def test_a_browser_shows_cameras_events_and_clips(driver: Any, tmp_path: Path, w
         page.wait("#cameras .detail", "no route to the camera")
         widths = "return [...document.images].map((one) => one.naturalWidth)"
         until(lambda: page.run(widths).count(96) == 2)
+        whole = "return [...document.querySelectorAll('.frame img:not([hidden])')].every("
+        whole += "(one) => one.offsetHeight <= one.parentElement.clientHeight)"
+        assert page.run(whole), "pictures are cut off"
         page.wait("#events .name", "gate: people")
         # Seeking needs range requests.
         sought = page.run(

@@ -35,6 +35,7 @@ function fillCamera(root, camera) {
     ["Unchanged", `${(camera.skipped * 100).toFixed(0)} %`],
     ["Reconnections", camera.reconnections],
     ["Gaps", camera.gaps],
+    ["Errors", camera.errors],
     ["Damaged frames", camera.damaged],
     ["Events", camera.events],
     ["Adapter", camera.adapter || "none"],
