@@ -13,10 +13,10 @@ peers are installed on first use, or by `--setup` alone.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -30,8 +30,11 @@ from benchmarks.loads import OUTPUT, Load
 from benchmarks.peers import environments
 from benchmarks.peers.checkpoints import llama_folder
 from benchmarks.peers.process import Answer, Cannot, PeerProcess, Prompt, Setup
+from vlora.atmm.search.timing import rotated
 
 OURS = "ours"
+SEARCHED_ADAPTERS = 4
+"""Number of adapters of the requests with which settings are compared."""
 LARGEST_GAP = 0.5
 """Largest accepted distance of a token's logit from the best, in standard deviations of all."""
 
@@ -84,8 +87,8 @@ class Peers(ThreadedBenchmark):
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         self._environments = cache / "vlora" / "peers"
         self._best: dict[tuple[str, int], Any] = {}
-        self._open = self.stack.enter_context(ExitStack())
         self._processes: dict[str, PeerProcess] = {}
+        self.stack.callback(self._close_processes)
         self._seed = 0
 
     def cells(self) -> Sequence[tuple[int, int]]:
@@ -102,35 +105,35 @@ class Peers(ThreadedBenchmark):
         requests, adapters = cell
         where = {"requests": requests, "adapters": adapters}
         known = {row["system"] for row in matching(self.rows, **where)}
-        missing = [n for n in self._systems if n not in known and not n.startswith(OURS)]
-        if not missing and (known or self._systems[0] in known):
-            return
         ours = [name for name in self._systems if name.startswith(OURS)]
-        ready: list[str] = []
-        rows: dict[str, Row] = {}
+        missing = [name for name in self._systems if name not in (*known, *ours)]
+        if known and not missing:
+            return
+        refused: dict[str, str] = {}
         for name in (*ours, *missing):
             try:
                 self._start(name, requests)
-                ready.append(name)
             except Cannot as reason:
-                rows[name] = {"cannot": str(reason)}
-        samples: dict[str, list[Sequence[Answer]]] = {name: [] for name in ready}
+                refused[name] = str(reason)
+        ready = [name for name in (*ours, *missing) if name not in refused]
+        samples: dict[str, list[list[Answer]]] = {name: [] for name in ready}
         for repeat in range(self.values["repeats"]):
             prompts = self._prompts(requests, adapters)
-            for name in ready[repeat % len(ready) :] + ready[: repeat % len(ready)]:
-                if name in rows:
-                    continue
+            for name in rotated(ready, repeat):
                 self.status(f"{requests} requests, {adapters} adapters, {name}")
                 try:
                     samples[name].append(self._processes[name].run(prompts))
                 except Cannot as reason:
-                    rows[name] = {"cannot": str(reason)}
-        for name in ready:
-            if name not in rows:
-                rows[name] = figures(samples[name]) | self._best[name, requests]
-        fastest = min(rows[name].get("token_latency_ms", float("inf")) for name in ours)
+                    refused[name] = str(reason)
+        rows: dict[str, Row] = {
+            name: {"cannot": refused[name]}
+            if name in refused
+            else figures(samples[name]) | self._best[name, requests]
+            for name in (*ours, *missing)
+        }
+        fastest = min(rows[name].get("token_latency_ms", math.inf) for name in ours)
         for name, row in rows.items():
-            over = fastest / row["token_latency_ms"] if "cannot" not in row else None
+            over = None if name in refused else fastest / row["token_latency_ms"]
             yield where | {"system": name} | row | {"over": over}
 
     def _prompts(self, requests: int, adapters: int) -> list[Prompt]:
@@ -146,36 +149,48 @@ class Peers(ThreadedBenchmark):
 
         Raises Cannot if no setting runs, or if its tokens are not those of its weights.
         """
-        module, settings = self.values["systems"][name]
-        known = self._best.get((name, requests))
-        if known is not None and name in self._processes:
+        if (name, requests) in self._best and name in self._processes:
             return
         if old := self._processes.pop(name, None):
             old.close()
+        module, settings = self.values["systems"][name]
         latencies: dict[int, float] = {}
         reasons: list[Cannot] = []
-        searched = settings if self.values["searched"] and len(settings) > 1 else settings[:1]
-        for number, options in enumerate(searched):
+        for number, options in enumerate(settings if self.values["searched"] else settings[:1]):
             self.status(f"{requests} requests, {name}: {options}")
             try:
-                process = self._process(module, options)
-                process.run(self._prompts(1, 1))
-                answers = process.run(self._prompts(requests, min(requests, 4)))
+                process, latency = self._tried(module, options, requests)
             except Cannot as reason:
                 reasons.append(reason)
                 continue
-            latencies[number] = figures([answers])["token_latency_ms"]
-            best = min(latencies, key=latencies.__getitem__)
-            loser = process if best != number else self._processes.get(name)
-            if loser is not None:
-                loser.close()
-            if best == number:
+            slower: PeerProcess | None = process
+            if latency < min(latencies.values(), default=math.inf):
+                slower, best = self._processes.get(name), options
                 self._processes[name] = process
+            if slower is not None:
+                slower.close()
+            latencies[number] = latency
         if not latencies:
             raise reasons[0]
-        self._open.callback(self._processes[name].close)
-        found = {"setting": settings[best], "searched_ms": latencies}
+        found = {"setting": best, "searched_ms": latencies, "refused": list(map(str, reasons))}
         self._best[name, requests] = found | self._check(name)
+
+    def _tried(
+        self, module: str, options: dict[str, Any], requests: int
+    ) -> tuple[PeerProcess, float]:
+        """Return a process with a setting, and its average token latency. Raises Cannot."""
+        process = self._process(module, options)
+        try:
+            process.run(self._prompts(1, 1))
+            answers = process.run(self._prompts(requests, min(requests, SEARCHED_ADAPTERS)))
+            return process, figures([answers])["token_latency_ms"]
+        except Cannot:
+            process.close()
+            raise
+
+    def _close_processes(self) -> None:
+        for process in self._processes.values():
+            process.close()
 
     def _process(self, module: str, options: dict[str, Any]) -> PeerProcess:
         python = environments.python_of(module, self._environments)
@@ -237,12 +252,18 @@ def figures(runs: Sequence[Sequence[Answer]]) -> Row:
 
 
 def summarize(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return our fastest type's latency divided by that of each peer, and of the best, by cell."""
+    """Return our fastest type's latency divided by that of each peer, and of the best, by cell.
+
+    The best is that of those measured. `refused_…` is the number of peers that were not.
+    """
     summary: dict[str, Any] = {}
     for row in rows:
-        if row["over"] is None or row["system"].startswith(OURS):
+        if row["system"].startswith(OURS):
             continue
         cell = f"{row['requests']}_{row['adapters']}"
+        if row["over"] is None:
+            summary[f"refused_{cell}"] = summary.get(f"refused_{cell}", 0) + 1
+            continue
         summary[f"over_{row['system']}_{cell}"] = row["over"]
         best = f"over_best_{cell}"
         summary[best] = max(summary.get(best, 0.0), row["over"])

@@ -17,6 +17,7 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
         "openvino-tokenizers==2026.4.1.0",
         "nncf==3.4.0",
         "transformers==5.5.4",
+        "requests",
     ),
     "llama_cpp": ("llama-cpp-python==0.3.36", "diskcache", "gguf==0.19.0"),
 }

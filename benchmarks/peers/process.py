@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -110,8 +111,9 @@ class PeerProcess:
 
     def _ask(self, command: Mapping[str, Any]) -> Any:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command) + "\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # `_receive` says how the process ended.
+            self._process.stdin.write(json.dumps(command) + "\n")
+            self._process.stdin.flush()
         return self._receive()
 
     def _receive(self) -> Any:

@@ -28,7 +28,7 @@ def test_the_summary_compares_with_the_best_peer() -> None:
     overs = {"ours int8": 1.0, "OpenVINO int8": 0.8, "PEFT mixed": 0.5, "vLLM": None}
     rows = [{"requests": 4, "adapters": 0, "system": n, "over": v} for n, v in overs.items()]
     expected = {"over_OpenVINO int8_4_0": 0.8, "over_PEFT mixed_4_0": 0.5, "over_best_4_0": 0.8}
-    assert summarize(rows) == expected
+    assert summarize(rows) == expected | {"refused_4_0": 1}
 
 
 def test_names_and_rows_are_those_of_gguf() -> None:
