@@ -64,8 +64,8 @@ class Peers(ThreadedBenchmark):
 
     peer: Annotated[
         str,
-        typer.Option(metavar="NAMES", help="Comma-separated systems of the grid beside ours."),
-    ] = "OpenVINO int8,OpenVINO float,llama.cpp Q8_0,llama.cpp Q4_0,PEFT mixed"
+        typer.Option(metavar="NAMES", help="Comma-separated peers; default: all of the grid."),
+    ] = ""
     requests: Annotated[
         str, typer.Option(metavar="NUMBERS", help="Numbers of requests; default: the grid's.")
     ] = ""
@@ -76,8 +76,8 @@ class Peers(ThreadedBenchmark):
 
     def prepare(self) -> None:
         super().prepare()
-        peers = self.peer.split(",") if self.peer else []
         systems = self.values["systems"]
+        peers = self.peer.split(",") if self.peer else list(systems)
         if unknown := set(peers) - set(systems):
             raise typer.BadParameter(
                 f"--peer {', '.join(unknown)}: valid systems are {', '.join(systems)}"
