@@ -10,7 +10,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -350,7 +350,12 @@ def _peer_type() -> torch.dtype:
 
 
 class PeftMixed:
-    """The unchanged model with every adapter attached, as PEFT's mixed batches require."""
+    """The unchanged model with every adapter attached, as PEFT's mixed batches require.
+
+    generated: tokens of the answers of the last run.
+    """
+
+    generated: Sequence[list[int]] = ()
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
         from peft import PeftModel
@@ -388,15 +393,19 @@ class PeftMixed:
             token_times.append(time.perf_counter() - started)
             return scores
 
-        self._model.generate(
-            input_ids=ids["input_ids"],
-            attention_mask=ids["attention_mask"],
-            **inputs,
-            adapter_names=[request.adapter or PEFT_BASE for request in requests],
-            do_sample=False,
-            min_new_tokens=OUTPUT,
-            max_new_tokens=OUTPUT,
-            logits_processor=[record_time],
-        )
+        names = [request.adapter or PEFT_BASE for request in requests]
+        without = all(name == PEFT_BASE for name in names)
+        with self._model.disable_adapter() if without else nullcontext():
+            generated = self._model.generate(
+                input_ids=ids["input_ids"],
+                attention_mask=ids["attention_mask"],
+                **inputs,
+                **({} if without else {"adapter_names": names}),
+                do_sample=False,
+                min_new_tokens=OUTPUT,
+                max_new_tokens=OUTPUT,
+                logits_processor=[record_time],
+            )
         wall = time.perf_counter() - started
+        self.generated = generated[:, ids["input_ids"].shape[1] :].tolist()
         return LoadTimes([token_times[0]] * len(requests), [wall] * len(requests))

@@ -41,7 +41,7 @@ REGISTRY: Mapping[str, str] = {
     "attention": "Attention over KV pages against its reference implementation and the roofline.",
     "step": "One decode or prefill step of a mid-size model against the roofline, part by part.",
     "quantized": "Products with int8 and int4 weights against the roofline of their own bytes.",
-    "llama-cpp": "Decode steps of a quantized model in our engine and in llama.cpp, in one run.",
+    "peers": "The same requests in our engine and in OpenVINO, llama.cpp and PEFT.",
     "engine": "Sixteen concurrent requests (four with --quick) in process, over gRPC and on PEFT.",
     "switch": "Merging all layers, mode switches, LoRA in mixture mode, drift of merging in place.",
     "policies": "Scheduling policies on seeded traces, measured in real time and simulated.",
