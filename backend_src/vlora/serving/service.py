@@ -139,9 +139,13 @@ class Service(ABC):
         except BaseException as error:
             self.table.end(request, error)
 
+    def _retry(self) -> None:
+        """Work again on requests that wait for something outside the server. Must not raise."""
+
     def _watch(self) -> None:
         while not self._closed.wait(self.watch_seconds):
             self.table.end_late()
+            self._retry()
             for request in self.table if self.asks_clients else ():
                 try:
                     if isinstance(request, ServedRequest) and request.responder.is_cancelled():
