@@ -57,6 +57,13 @@ def test_every_camera_sends_a_chunk_a_second_and_keeps_its_adapter() -> None:
     assert [one.adapter for one in trace[:4]] * 3 == [one.adapter for one in trace]
 
 
+def test_a_chunk_names_its_adapter_and_its_camera_to_load_balancers() -> None:
+    chunk = TracedRequest(0.0, 0, 1, 1, 1, stream=3)
+    for prefix, header in (("load-0", "a%2Fb/load-0-3"), (None, "a%2Fb")):
+        question = Asking(("a/b",), stream_prefix=prefix).question(chunk, Content("x"))
+        assert question.headers == (("x-lora-adapter", header),)
+
+
 @pytest.mark.parametrize(
     "rows",
     [

@@ -121,7 +121,7 @@ def test_an_error_of_files_that_are_being_changed_is_not_kept(
     (root / "x").rename(tmp_path / "x")
     if change == "replaced":
         write(root / "x", shape, prefix="")
-    with pytest.raises(AdapterChanging, match="adapter 'x' is being changed; send the request again"):
+    with pytest.raises(AdapterChanging, match="'x' is being changed; send the request again"):
         adapters.part("x")
     if change == "replaced":
         shutil.rmtree(root / "x")

@@ -75,6 +75,11 @@ class Question:
     task: str | None = None
     id: str = ""
 
+    @property
+    def headers(self) -> tuple[tuple[str, str], ...]:
+        """Headers that tell a load balancer the adapter and the camera."""
+        return routing_headers(self.adapter, self.sampling.get("stream_id"))
+
 
 class Target(Protocol):
     """A server, in the event loop in which it is opened."""
@@ -139,7 +144,7 @@ class TritonTarget:
         await self._channel.close()
 
     async def ask(self, question: Question, answer: Answer) -> None:
-        request, metadata = self._request(question), routing_headers(question.adapter)
+        request, metadata = self._request(question), question.headers
         try:
             if self._unary:
                 response = await self._stub.ModelInfer(request, metadata=metadata)
@@ -228,7 +233,7 @@ class OpenAiTarget:
     async def ask(self, question: Question, answer: Answer) -> None:
         body = json.dumps(self._body(question)).encode()
         url = f"{self._url}/chat/completions"
-        headers = [*self._headers, *routing_headers(question.adapter)]
+        headers = [*self._headers, *question.headers]
         try:
             async with self._pool.stream("POST", url, headers=headers, content=body) as response:
                 if response.status != 200:

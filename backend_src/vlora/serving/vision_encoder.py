@@ -187,7 +187,7 @@ class VisionService(Service):
         except Exception as error:
             done(error)
 
-    def _retry(self) -> None:
+    def retry(self) -> None:
         for _ in range(len(self._postponed)):
             self._postponed.popleft()()
 

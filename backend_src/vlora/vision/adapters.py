@@ -164,7 +164,7 @@ class VisionAdapters:
 
 @contextmanager
 def _unchanged(name: str, folder: Path, stamp: Stamp) -> Iterator[None]:
-    """Raise AdapterChanging if a folder's files are not those of the stamp at the end of the context.
+    """Raise AdapterChanging if a folder's files differ from the stamp at the end of the context.
 
     This replaces any error within the context, which may be due to the change.
     """
