@@ -22,7 +22,7 @@ from tests.support.make_adapters import AdapterSpec, make_adapters
 from tests.support.many_adapters import replace_weights
 from tests.support.replicas import Serving
 from tests.support.triton_client import picture
-from vlora.errors import SHUTTING_DOWN, ServerError, from_message, is_coded
+from vlora.errors import ServerError, from_message, is_coded
 from vlora.load.contents import Content
 from vlora.load.run import Asking
 from vlora.load.targets import Answer, Question, RequestFailed, TritonTarget, service_pb2
@@ -194,13 +194,7 @@ class Clients:
         await self._calls.ask(question, answer)
 
     async def _stream(self, question: Question, answer: Answer, planned: Planned) -> None:
-        try:
-            await self._streams.ask(question, answer)
-        except RequestFailed as error:
-            # As the project's clients do: Envoy does not see errors within a stream.
-            if answer.text or SHUTTING_DOWN not in str(error):
-                raise
-            await self._streams.ask(question, answer)
+        await self._streams.ask(question, answer)
 
     async def _bad(self, question: Question, answer: Answer, planned: Planned) -> None:
         bad = (

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from vlora.cli import app
-from vlora.errors import InvalidArgument, ServerError
+from vlora.errors import SHUTTING_DOWN, InvalidArgument, ServerError
 from vlora.load import figures
 from vlora.load.contents import Content, ContentMaker, TokenCount
 from vlora.load.run import Asking, Measurement, Record, measure_tokens, send
@@ -212,6 +213,16 @@ class Described(service_pb2_grpc.GRPCInferenceServiceServicer):
     def ModelInfer(self, request: Any, context: Any) -> Any:  # noqa: N802
         return service_pb2.ModelInferResponse(id="first")
 
+    def ModelStreamInfer(self, requests: Any, context: Any) -> Iterator[Any]:  # noqa: N802
+        """Refuse the first stream, as a server does that hands over, and answer all others."""
+        message = service_pb2.ModelStreamInferResponse()
+        if next(self._streams) == 0:
+            message.error_message = f"UNAVAILABLE: {SHUTTING_DOWN}"
+        yield from (message for _ in requests)
+
+    def __init__(self) -> None:
+        self._streams = count()
+
 
 @contextmanager
 def described(credentials: grpc.ServerCredentials | None = None) -> Iterator[str]:
@@ -254,6 +265,19 @@ def test_the_answer_of_another_request_is_an_error() -> None:
             await target.ask(Question(Content("a"), None, id="first"), Answer())
             with pytest.raises(RequestFailed, match="request 'first'"):
                 await target.ask(Question(Content("a"), None, id="second"), Answer())
+        finally:
+            await target.close()
+
+    with described() as address:
+        asyncio.run(ask(address))
+
+
+def test_a_stream_that_a_server_hands_over_is_sent_again() -> None:
+    async def ask(address: str) -> None:
+        target = TritonTarget(address, "lmm")
+        await target.open()
+        try:
+            await target.ask(Question(Content("a"), None), Answer())
         finally:
             await target.close()
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import grpc
 import grpc.aio
 
-from vlora.errors import ServerError, from_message, in_one_line, is_coded
+from vlora.errors import SHUTTING_DOWN, ServerError, from_message, in_one_line, is_coded
 from vlora.load.contents import Content
 from vlora.net import (
     GRPC_ADDRESS,
@@ -150,11 +150,23 @@ class TritonTarget:
                 response = await self._stub.ModelInfer(request, metadata=metadata)
                 self._read(response, question, answer)
             else:
-                await self._ask_stream(request, metadata, question, answer)
+                await self._ask_retrying(request, metadata, question, answer)
         except grpc.aio.AioRpcError as error:
             text = error.details() or ""
             code = from_message(text).code if is_coded(text) else error.code().name
             raise RequestFailed(code, text) from None
+
+    async def _ask_retrying(
+        self, request: Any, metadata: Any, question: Question, answer: Answer
+    ) -> None:
+        try:
+            await self._ask_stream(request, metadata, question, answer)
+        except RequestFailed as error:
+            # Load balancers do not see errors within a stream, so clients repeat what a server has
+            # not begun.
+            if answer.first or SHUTTING_DOWN not in str(error):
+                raise
+            await self._ask_stream(request, metadata, question, answer)
 
     async def _ask_stream(
         self, request: Any, metadata: Any, question: Question, answer: Answer
