@@ -158,6 +158,15 @@ def test_requests_are_sent_at_their_times_and_measured_from_them() -> None:
     assert measurement.records[0].error == "TIMEOUT"
 
 
+def test_a_timer_that_is_late_does_not_delay_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    sleep, late = asyncio.sleep, 0.0015
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds: sleep(seconds and seconds + late))
+    trace = [TracedRequest(0.01 * place, -1, 1, 2, 2) for place in range(20)]
+    measurement = Measurement.of(trace, ())
+    asyncio.run(send(Server(0.0), Asking(), trace, [Content("good")] * 20, measurement))
+    assert min(one.lag or 0.0 for one in measurement.records) < late
+
+
 def test_requests_that_run_when_the_load_is_stopped_did_not_end() -> None:
     trace = [TracedRequest(at, -1, 1, 2, 2) for at in (0.0, 60.0)]
     measurement = Measurement.of(trace, ())
