@@ -144,10 +144,8 @@ class EngineLoads(Benchmark):
             )
             server = self._running.enter_context(TritonServer(options))
 
-            async def connect() -> GrpcClient:  # A gRPC channel belongs to one event loop.
-                return GrpcClient(server.grpc_url)
-
-            client = self._client = self._runner.run(connect())
+            client = self._client = GrpcClient(server.grpc_url)
+            self._runner.run(client.open())
             self._running.callback(lambda: self._runner.run(client.close()))
         engine.run(self._loads[0].draw(self._checkpoint, 0)[:2])  # Warm up.
         return engine

@@ -50,6 +50,7 @@ REGISTRY: Mapping[str, str] = {
     "prefix": "Rounds of questions about one image, with and without the cache.",
     "activated": "Questions about one image by activated adapters, against ordinary ones.",
     "gateway": "The gateway against gRPC directly, idle connections, and streams that are cut.",
+    "scale": "Envoy's cost, replicas, many adapters on several servers, and a rolling restart.",
     "structured": "Requests whose answers follow a schema or an expression, against free ones.",
 }
 """Lines of the list by name, which is also that of the module. Listing imports no benchmark."""

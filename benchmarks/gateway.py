@@ -282,10 +282,8 @@ class Serving:
             self.gateway = psutil.Process(start(*command, "--grpc", address))
             self._wait()
 
-            async def connect() -> GrpcClient:  # A gRPC channel belongs to one event loop.
-                return GrpcClient(address)
-
-            self.client = self._runner.run(connect())
+            self.client = GrpcClient(address)
+            self._runner.run(self.client.open())
             stack.callback(lambda: self._runner.run(self.client.close()))
             self._stack = stack.pop_all()
         return self

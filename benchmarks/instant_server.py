@@ -1,4 +1,4 @@
-"""A server that answers immediately, so that the time to first token is the gateway's own cost.
+"""A server that answers immediately, so that what is measured is the cost of what stands before it.
 
 usage: python -m benchmarks.instant_server PORT
 """
@@ -30,17 +30,32 @@ async def stream(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[An
     """
     async for request in requests:
         if request.inputs[0].name == "describe":
-            yield _response(request.id, True, details=_text(json.dumps(DESCRIPTION)))
+            response = _response(request.id, True, details=_text(json.dumps(DESCRIPTION)))
+            yield service_pb2.ModelStreamInferResponse(infer_response=response)
             continue
         for number in range(1, OUTPUT + 1):
-            reason = "length" if number == OUTPUT else "None"
-            yield _response(
-                request.id,
-                number == OUTPUT,
-                text_output=_text("x"),
-                finish_reason=_text(reason),
-                num_output_tokens=struct.pack("<I", 1),
-            )
+            response = _token(request.id, number == OUTPUT)
+            yield service_pb2.ModelStreamInferResponse(infer_response=response)
+
+
+async def infer(request: Any, context: Any) -> Any:
+    """Answer a unary call with one token."""
+    return _token(request.id, True)
+
+
+async def metadata(request: Any, context: Any) -> Any:
+    """Describe the only inputs that a load must have."""
+    described = service_pb2.ModelMetadataResponse(name=request.name)
+    for name in ("text_input", "sampling_parameters", "image"):
+        described.inputs.add(name=name, datatype="BYTES", shape=[-1])
+    return described
+
+
+def _token(id: str, is_last: bool) -> Any:
+    reason, count = _text("length" if is_last else "None"), struct.pack("<I", 1)
+    return _response(
+        id, is_last, text_output=_text("x"), finish_reason=reason, num_output_tokens=count
+    )
 
 
 def _text(text: str) -> bytes:
@@ -54,14 +69,15 @@ def _response(id: str, final: bool, **outputs: bytes) -> Any:
         datatype = "UINT32" if name.startswith("num_") else "BYTES"
         response.outputs.add(name=name, datatype=datatype, shape=[1])
         response.raw_output_contents.append(raw)
-    return service_pb2.ModelStreamInferResponse(infer_response=response)
+    return response
 
 
 async def main(port: int) -> None:
     """Serve until the process is ended."""
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])
     servicer = type("Servicer", (service_pb2_grpc.GRPCInferenceServiceServicer,), {})()
-    servicer.ModelStreamInfer = stream
+    servicer.ModelStreamInfer, servicer.ModelInfer = stream, infer
+    servicer.ModelMetadata = metadata
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, server)
     server.add_insecure_port(f"{LOOPBACK}:{port}")
     await server.start()

@@ -15,13 +15,14 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.llava import Checkpoint, picture, prompt
+from vlora.load.contents import Content
+from vlora.load.targets import Answer, Question, RequestFailed, TritonTarget
 
 OUTPUT = 32
 """Number of tokens of every answer; the end-of-text token does not end an answer."""
 TEXT_TOKENS, IMAGE_TEXT_TOKENS = 256, 31
 """Number of tokens of a prompt without an image, and of the text that comes with an image. Both
 include the begin-of-text token."""
-ANSWER_SECONDS = 600.0
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 
 
@@ -43,6 +44,11 @@ class LoadRequest:
     def file(self) -> bytes | None:
         """The image as a PNG file, None without one."""
         return None if self.image is None else png(self.image)
+
+    def question(self) -> Question:
+        content = Content(self.prompt, () if self.file is None else (self.file,))
+        keys = {"temperature": 0, "max_tokens": self.tokens, "ignore_eos": True}
+        return Question(content, self.adapter, keys, self.task)
 
 
 def png(pixels: Pixels) -> bytes:
@@ -107,51 +113,30 @@ class LoadTimes:
 class GrpcClient:
     """Client that sends requests to a server's model `lmm` over gRPC, each on its own stream.
 
-    It belongs to the event loop in which it is made.
+    It belongs to the event loop in which it is opened.
     """
 
     def __init__(self, address: str) -> None:
-        from vlora.gateway.backend import Backend
-
-        self._backend = Backend(address, answer_seconds=ANSWER_SECONDS)
-        self._asked = 0
-
-    async def close(self) -> None:
-        await self._backend.close()
+        self._target = TritonTarget(address, "lmm")
+        self.open, self.close = self._target.open, self._target.close
 
     async def run(self, requests: Sequence[LoadRequest]) -> LoadTimes:
         """Send all requests at once and return their times. Raise BenchmarkError if one fails."""
-        from vlora.gateway.backend import Question
-
-        questions = []
-        for request in requests:
-            self._asked += 1
-            name = f"benchmark-{self._asked:016}"
-            images = () if request.file is None else (request.file,)
-            keys: dict[str, Any] = {
-                "temperature": 0,
-                "max_tokens": request.tokens,
-                "ignore_eos": True,
-            }
-            keys |= {} if request.adapter is None else {"lora_name": request.adapter}
-            question = Question(
-                name, request.prompt, request.task, images, sampling=keys, stream=True
-            )
-            questions.append((question, request.tokens))
+        questions = [request.question() for request in requests]
         started = time.perf_counter()
-        times = await asyncio.gather(*(self._ask(*question) for question in questions))
+        times = await asyncio.gather(*map(self._ask, questions))
         return times_since(started, times)
 
-    async def _ask(self, question: Any, wanted: int) -> tuple[float, float]:
-        first, tokens = 0.0, 0
-        async for piece in self._backend.ask(question):
-            if piece.text:
-                first = first or time.perf_counter()
-            tokens += piece.num_output_tokens
-        if tokens != wanted:
-            raise BenchmarkError(f"the answer has {tokens} tokens instead of {wanted}")
+    async def _ask(self, question: Question) -> tuple[float, float]:
+        answer, wanted = Answer(), question.sampling["max_tokens"]
+        try:
+            await self._target.ask(question, answer)
+        except RequestFailed as error:
+            raise BenchmarkError(str(error)) from None
+        if answer.output_tokens != wanted:
+            raise BenchmarkError(f"an answer has {answer.output_tokens} tokens instead of {wanted}")
         end = time.perf_counter()
-        return first or end, end
+        return answer.first or end, end
 
 
 def times_since(started: float, moments: Sequence[tuple[float, float]]) -> LoadTimes:

@@ -65,6 +65,10 @@ class Unavailable(VLoraError):
     code = "UNAVAILABLE"
 
 
+class AdapterChanging(Unavailable):
+    """Raised if an adapter cannot be read because its files are being changed at the moment."""
+
+
 class Cancelled(VLoraError):
     """Raised for a request that was cancelled or superseded, or whose deadline has passed."""
 

@@ -22,7 +22,7 @@ from tests.support.make_adapters import AdapterSpec, make_adapters
 from tests.support.many_adapters import replace_weights
 from tests.support.replicas import Serving
 from tests.support.triton_client import picture
-from vlora.errors import SHUTTING_DOWN, ServerError, from_message, is_coded
+from vlora.errors import ServerError, from_message, is_coded
 from vlora.load.contents import Content
 from vlora.load.run import Asking
 from vlora.load.targets import Answer, Question, RequestFailed, TritonTarget, service_pb2
@@ -41,9 +41,8 @@ STOPPED = ("cancel", "cancel by id", "vanish")
 # Time from a change in an adapter's folder to its use: a second without a change, the pause between
 # two scans and the loading, on a busy machine.
 SEEN_SECONDS = 10.0
-# Codes of errors by words in them. A server that has just started knows no earlier version of an
-# adapter that is replaced at that moment.
-NAMED = {"is not healthy": "INTERNAL", "is being changed": "CHANGED"}
+# Words of Triton's own error about a model, which has no code within a stream.
+UNHEALTHY = "is not healthy"
 
 
 @dataclass(frozen=True)
@@ -168,9 +167,8 @@ class Clients:
             if planned.kind in ("unary", "stream", "slow"):
                 self._check(question, answer, planned, (begun, time.perf_counter()))
         except RequestFailed as error:
-            # On a stream, Triton sends its own errors without a code.
-            found = [code for words, code in NAMED.items() if words in str(error)]
-            raise RequestFailed(found[0] if found else error.code, str(error)) from None
+            code = "INTERNAL" if UNHEALTHY in str(error) else error.code
+            raise RequestFailed(code, str(error)) from None
         except Exception as error:
             if isinstance(error, TimeoutError):
                 raise
@@ -194,13 +192,7 @@ class Clients:
         await self._calls.ask(question, answer)
 
     async def _stream(self, question: Question, answer: Answer, planned: Planned) -> None:
-        try:
-            await self._streams.ask(question, answer)
-        except RequestFailed as error:
-            # As the project's clients do: Envoy does not see errors within a stream.
-            if answer.text or SHUTTING_DOWN not in str(error):
-                raise
-            await self._streams.ask(question, answer)
+        await self._streams.ask(question, answer)
 
     async def _bad(self, question: Question, answer: Answer, planned: Planned) -> None:
         bad = (

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from vlora.cli import app
-from vlora.errors import InvalidArgument, ServerError
+from vlora.errors import SHUTTING_DOWN, InvalidArgument, ServerError
 from vlora.load import figures
 from vlora.load.contents import Content, ContentMaker, TokenCount
 from vlora.load.run import Asking, Measurement, Record, measure_tokens, send
@@ -55,6 +56,13 @@ def test_every_camera_sends_a_chunk_a_second_and_keeps_its_adapter() -> None:
     assert [one.at for one in trace[:5]] == [0.0, 0.25, 0.5, 0.75, 1.0]
     assert [one.stream for one in trace] == [0, 1, 2, 3] * 3
     assert [one.adapter for one in trace[:4]] * 3 == [one.adapter for one in trace]
+
+
+def test_a_chunk_names_its_adapter_and_its_camera_to_load_balancers() -> None:
+    chunk = TracedRequest(0.0, 0, 1, 1, 1, stream=3)
+    for prefix, header in (("load-0", "a%2Fb/load-0-3"), (None, "a%2Fb")):
+        question = Asking(("a/b",), stream_prefix=prefix).question(chunk, Content("x"))
+        assert question.headers == (("x-lora-adapter", header),)
 
 
 @pytest.mark.parametrize(
@@ -150,6 +158,15 @@ def test_requests_are_sent_at_their_times_and_measured_from_them() -> None:
     assert measurement.records[0].error == "TIMEOUT"
 
 
+def test_a_timer_that_is_late_does_not_delay_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    sleep, late = asyncio.sleep, 0.0015
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds: sleep(seconds and seconds + late))
+    trace = [TracedRequest(0.01 * place, -1, 1, 2, 2) for place in range(20)]
+    measurement = Measurement.of(trace, ())
+    asyncio.run(send(Server(0.0), Asking(), trace, [Content("good")] * 20, measurement))
+    assert min(one.lag or 0.0 for one in measurement.records) < late
+
+
 def test_requests_that_run_when_the_load_is_stopped_did_not_end() -> None:
     trace = [TracedRequest(at, -1, 1, 2, 2) for at in (0.0, 60.0)]
     measurement = Measurement.of(trace, ())
@@ -205,6 +222,16 @@ class Described(service_pb2_grpc.GRPCInferenceServiceServicer):
     def ModelInfer(self, request: Any, context: Any) -> Any:  # noqa: N802
         return service_pb2.ModelInferResponse(id="first")
 
+    def ModelStreamInfer(self, requests: Any, context: Any) -> Iterator[Any]:  # noqa: N802
+        """Refuse the first stream, as a server does that hands over, and answer all others."""
+        message = service_pb2.ModelStreamInferResponse()
+        if next(self._streams) == 0:
+            message.error_message = f"UNAVAILABLE: {SHUTTING_DOWN}"
+        yield from (message for _ in requests)
+
+    def __init__(self) -> None:
+        self._streams = count()
+
 
 @contextmanager
 def described(credentials: grpc.ServerCredentials | None = None) -> Iterator[str]:
@@ -247,6 +274,19 @@ def test_the_answer_of_another_request_is_an_error() -> None:
             await target.ask(Question(Content("a"), None, id="first"), Answer())
             with pytest.raises(RequestFailed, match="request 'first'"):
                 await target.ask(Question(Content("a"), None, id="second"), Answer())
+        finally:
+            await target.close()
+
+    with described() as address:
+        asyncio.run(ask(address))
+
+
+def test_a_stream_that_a_server_hands_over_is_sent_again() -> None:
+    async def ask(address: str) -> None:
+        target = TritonTarget(address, "lmm")
+        await target.open()
+        try:
+            await target.ask(Question(Content("a"), None), Answer())
         finally:
             await target.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -30,7 +31,7 @@ class FakeServer:
     """A server that serves until it `breaks`, and notes how it is stopped."""
 
     made: list[FakeServer]
-    fails_to_open = False
+    failures = 0.0  # Number of times that a server fails to open.
 
     def __init__(self, options: ServerOptions, tell: Callable[[Status], None]) -> None:
         self.options = replace(options, http_port=1, grpc_port=2)
@@ -41,7 +42,8 @@ class FakeServer:
         self.made.append(self)
 
     def open(self, report: Callable[[str], None]) -> None:
-        if self.fails_to_open:
+        if FakeServer.failures:
+            FakeServer.failures -= 1
             raise OSError("no space is left on the device")
         self.is_running = True
         self._tell(Status.SERVING)
@@ -65,7 +67,7 @@ class FakeServer:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[FakeServer]:
     FakeServer.made = []
-    monkeypatch.setattr(FakeServer, "fails_to_open", False)
+    monkeypatch.setattr(FakeServer, "failures", 0)
     monkeypatch.setattr(replicas, "ReplicaServer", FakeServer)
     monkeypatch.setattr(replicas, "RestartPolicy", lambda: RestartPolicy(first_wait=0.01))
     return FakeServer.made
@@ -110,6 +112,15 @@ def test_a_replica_that_breaks_is_started_again(
     assert replica.error is None
 
 
+def test_a_server_that_dies_while_a_replica_restarts_is_started_again(
+    replica: Replica, made: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeServer, "failures", RestartPolicy().max_failures - 1)
+    replica.restart()
+    until(lambda: FakeServer.failures == 0 and replica.status is Status.SERVING)
+    assert replica.error is None
+
+
 def test_a_replica_outlives_a_full_disk(
     both: Any,
     made: list[FakeServer],
@@ -120,12 +131,12 @@ def test_a_replica_outlives_a_full_disk(
         raise OSError("no space is left on the device")
 
     first, second = both.replicas
-    monkeypatch.setattr(FakeServer, "fails_to_open", True)
+    monkeypatch.setattr(FakeServer, "failures", math.inf)
     with monkeypatch.context() as disk:
         disk.setattr(envoy, "write_servers", full)
         first.server.breaks = True
         until(lambda: len(made) > 2 and both._unwritten)
-    monkeypatch.setattr(FakeServer, "fails_to_open", False)
+    monkeypatch.setattr(FakeServer, "failures", 0)
     until(lambda: first.status is Status.SERVING)
     assert second.status is Status.SERVING
     both._write()
@@ -171,7 +182,7 @@ def test_a_rolling_restart_ends_with_a_replica_that_does_not_start(
 ) -> None:
     first, second = both.replicas
     both._to_restart = [first, second]
-    monkeypatch.setattr(FakeServer, "fails_to_open", True)
+    monkeypatch.setattr(FakeServer, "failures", math.inf)
     both._restart_next()
     until(lambda: not first.is_alive)
     both._restart_next()

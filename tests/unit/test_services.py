@@ -23,6 +23,7 @@ from tests.support.services import (
 )
 from vlora.config import Limits
 from vlora.errors import (
+    AdapterChanging,
     Cancelled,
     Internal,
     InvalidArgument,
@@ -488,6 +489,27 @@ def test_a_panic_while_an_adapter_is_read_fails_only_its_request() -> None:
     try:
         assert isinstance(vision.encode(PICTURE, lora_name="a").error, Internal)
         assert vision.encode(PICTURE).answer
+    finally:
+        vision.close()
+
+
+def test_a_request_waits_for_an_adapter_that_is_being_changed_but_not_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tries = []
+
+    def part_of(name: str | None) -> VisionPart | None:
+        tries.append(name)
+        if name == "always" or tries.count(name) < 3:
+            raise AdapterChanging("adapter 'a' is being changed; send the request again")
+        return None
+
+    vision = VisionSetting(part_of=part_of)
+    try:
+        assert vision.encode(PICTURE, lora_name="twice").answer
+        monkeypatch.setattr("vlora.serving.vision_encoder.CHANGE_SECONDS", 0.0)
+        assert isinstance(vision.encode(PICTURE, lora_name="always").error, AdapterChanging)
+        assert vision.table.bytes == 0
     finally:
         vision.close()
 

@@ -19,7 +19,7 @@ from vlora.adapters.files import describe_adapter, load_adapter
 from vlora.adapters.handle import AdapterHandle, version_of
 from vlora.adapters.model_shape import ModelShape
 from vlora.engine.checks import admissible
-from vlora.errors import InvalidArgument, Unavailable
+from vlora.errors import AdapterChanging, InvalidArgument, Unavailable
 from vlora.model.decoder_config import load_config
 from vlora.model.loader import adapter_shape
 from vlora.offline.base_weights import BaseWeights
@@ -121,7 +121,7 @@ def test_an_error_of_files_that_are_being_changed_is_not_kept(
     (root / "x").rename(tmp_path / "x")
     if change == "replaced":
         write(root / "x", shape, prefix="")
-    with pytest.raises(Unavailable, match="adapter 'x' is being changed; send the request again"):
+    with pytest.raises(AdapterChanging, match="'x' is being changed; send the request again"):
         adapters.part("x")
     if change == "replaced":
         shutil.rmtree(root / "x")

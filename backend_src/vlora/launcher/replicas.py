@@ -112,13 +112,14 @@ class Replica:
     def _run(self) -> None:
         # What the thread starts inherits its cores.
         os.sched_setaffinity(0, self.cores)
+        policy, options = RestartPolicy(), self.server.options
+        # One for all restarts: it tries again to start a server only if one has been ready before.
+        supervisor = Supervisor(options, self._say, policy, self._make, self._sleep)
         try:
             while True:
                 self._interrupt.clear()
                 if self._ends:
                     return
-                policy, options = RestartPolicy(), self.server.options
-                supervisor = Supervisor(options, self._say, policy, self._make, self._sleep)
                 supervisor.supervise(lambda server, seconds: None)
         except Exception as error:  # Also a full disk; the others go on.
             self.error = error

@@ -16,6 +16,7 @@ from vlora.load.targets import Answer, Question, RequestFailed, Target
 from vlora.load.trace import TracedRequest
 
 LEAD_SECONDS = 0.1  # Time from the start of the loop to the first request.
+TIMER_SECONDS = 0.002  # Time by which asyncio's timers are late, at most on an idle machine.
 SHORT, LONG = 8, 72  # Words of the texts by which tokens per word are measured.
 
 
@@ -122,7 +123,9 @@ async def send(
         async with asyncio.TaskGroup() as running:
             for question, record in zip(questions, measurement.records, strict=True):
                 scheduled = started + record.at
-                await asyncio.sleep(scheduled - time.perf_counter())
+                await asyncio.sleep(scheduled - time.perf_counter() - TIMER_SECONDS)
+                while time.perf_counter() < scheduled:
+                    await asyncio.sleep(0)
                 running.create_task(
                     _ask(target, question, record, scheduled, asking.timeout, measurement, watch)
                 )

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import grpc
 import grpc.aio
 
-from vlora.errors import ServerError, from_message, in_one_line, is_coded
+from vlora.errors import SHUTTING_DOWN, ServerError, from_message, in_one_line, is_coded
 from vlora.load.contents import Content
 from vlora.net import (
     GRPC_ADDRESS,
@@ -74,6 +74,11 @@ class Question:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     task: str | None = None
     id: str = ""
+
+    @property
+    def headers(self) -> tuple[tuple[str, str], ...]:
+        """Headers that tell a load balancer the adapter and the camera."""
+        return routing_headers(self.adapter, self.sampling.get("stream_id"))
 
 
 class Target(Protocol):
@@ -139,17 +144,29 @@ class TritonTarget:
         await self._channel.close()
 
     async def ask(self, question: Question, answer: Answer) -> None:
-        request, metadata = self._request(question), routing_headers(question.adapter)
+        request, metadata = self._request(question), question.headers
         try:
             if self._unary:
                 response = await self._stub.ModelInfer(request, metadata=metadata)
                 self._read(response, question, answer)
             else:
-                await self._ask_stream(request, metadata, question, answer)
+                await self._ask_retrying(request, metadata, question, answer)
         except grpc.aio.AioRpcError as error:
             text = error.details() or ""
             code = from_message(text).code if is_coded(text) else error.code().name
             raise RequestFailed(code, text) from None
+
+    async def _ask_retrying(
+        self, request: Any, metadata: Any, question: Question, answer: Answer
+    ) -> None:
+        try:
+            await self._ask_stream(request, metadata, question, answer)
+        except RequestFailed as error:
+            # Load balancers do not see errors within a stream, so clients repeat what a server has
+            # not begun.
+            if answer.first or SHUTTING_DOWN not in str(error):
+                raise
+            await self._ask_stream(request, metadata, question, answer)
 
     async def _ask_stream(
         self, request: Any, metadata: Any, question: Question, answer: Answer
@@ -228,7 +245,7 @@ class OpenAiTarget:
     async def ask(self, question: Question, answer: Answer) -> None:
         body = json.dumps(self._body(question)).encode()
         url = f"{self._url}/chat/completions"
-        headers = [*self._headers, *routing_headers(question.adapter)]
+        headers = [*self._headers, *question.headers]
         try:
             async with self._pool.stream("POST", url, headers=headers, content=body) as response:
                 if response.status != 200:

@@ -112,6 +112,10 @@ class Service(ABC):
     ) -> None:
         """Answer a request at once, or let it wait for another thread. Raise to refuse it."""
 
+    def retry(self) -> None:
+        """Work again on requests that wait for something outside the server. Must not raise."""
+        return
+
     def _check_open(self) -> None:
         if self._refuses:
             raise Unavailable(SHUTTING_DOWN)
@@ -142,6 +146,7 @@ class Service(ABC):
     def _watch(self) -> None:
         while not self._closed.wait(self.watch_seconds):
             self.table.end_late()
+            self.retry()
             for request in self.table if self.asks_clients else ():
                 try:
                     if isinstance(request, ServedRequest) and request.responder.is_cancelled():

@@ -13,15 +13,23 @@ import math
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
 from vlora.config import Limits
-from vlora.errors import Cancelled, InvalidArgument, Unavailable, Unsupported, VLoraError
+from vlora.errors import (
+    AdapterChanging,
+    Cancelled,
+    InvalidArgument,
+    Unavailable,
+    Unsupported,
+    VLoraError,
+)
 from vlora.live_requests import RequestTable, State
 from vlora.request import Clip, FloatArray, ImageFeatures
 from vlora.sampling import MediaOptions
@@ -47,6 +55,9 @@ from vlora.vision.images import ImageRequest, check_images
 log = logging.getLogger(__name__)
 
 COLLECT_SECONDS = 0.025  # Wait, from a request's arrival, for more to encode with it.
+# Maximum time from a request's arrival for which it waits for an adapter that is being changed. A
+# change takes effect within 5 s if the machine is not busy.
+CHANGE_SECONDS = 10.0
 
 
 @dataclass(eq=False)
@@ -103,6 +114,8 @@ class VisionService(Service):
         self._part_lock = threading.Lock()
         # Requests whose images are decoded; None to stop.
         self._decoded: queue.Queue[_Decoded | None] = queue.Queue()
+        # Calls that decode the images of a request whose adapter is being changed.
+        self._postponed: deque[Callable[[], None]] = deque()
         self._answers = ThreadPoolExecutor(1, thread_name_prefix="answers")
         # This starts the thread, which may fail later, when the process has too many.
         self._answers.submit(lambda: None)
@@ -145,6 +158,7 @@ class VisionService(Service):
 
     def _decode(self, request: ServedRequest, adapter: str | None, images: ImageRequest) -> None:
         found: list[RequestImages] = []
+        last_try = request.freshness.arrival + CHANGE_SECONDS
 
         def begin() -> RequestImages:
             if request.state is not State.WAITING:
@@ -162,6 +176,8 @@ class VisionService(Service):
         def done(error: BaseException | None) -> None:
             if error is None:
                 self._decoded.put(_Decoded(request, found[0].images, found[0].videos))
+            elif isinstance(error, AdapterChanging) and time.monotonic() < last_try:
+                self._postponed.append(partial(self._decode, request, adapter, images))
             else:
                 request.pinned = False
                 self.table.end(request, as_vlora_error(error, "decoding an image"))
@@ -170,6 +186,10 @@ class VisionService(Service):
             self._decoder.submit(images, begin, done)
         except Exception as error:
             done(error)
+
+    def retry(self) -> None:
+        for _ in range(len(self._postponed)):
+            self._postponed.popleft()()
 
     def _encode(self) -> None:
         group: list[_Decoded] = []

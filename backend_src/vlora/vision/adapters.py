@@ -23,7 +23,7 @@ from vlora.adapters.handle import Stamp, version_of
 from vlora.adapters.model_shape import ModelShape, vision_path
 from vlora.adapters.tensors import WeightsReader
 from vlora.atmm.types import LoraPair
-from vlora.errors import InvalidArgument, Unavailable
+from vlora.errors import AdapterChanging, InvalidArgument
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,8 +97,8 @@ class VisionAdapters:
         """Return the vision part of an adapter's present version.
 
         Returns None for the base model, without a vision part, and for an unknown name, which `lmm`
-        refuses. Raises InvalidArgument for an adapter that cannot be loaded, and Unavailable if its
-        folder is being changed at the moment.
+        refuses. Raises InvalidArgument for an adapter that cannot be loaded, and AdapterChanging if
+        its folder is being changed at the moment.
         """
         found = None if name is None else self._folders.get(name)
         if name is None or found is None:
@@ -125,8 +125,8 @@ class VisionAdapters:
     def _describe(self, name: str, folder: Path, stamp: Stamp) -> _Described:
         """Check the files of an adapter, and return the result, also errors in the files.
 
-        Other errors are raised, so that the next request tries again; Unavailable if the files are
-        no longer those of the stamp, which they may be again later.
+        Other errors are raised, so that the next request tries again; AdapterChanging if the files
+        are no longer those of the stamp, which they may be again later.
         """
         for gone in self._described.keys() - self._folders.keys():
             del self._described[gone]
@@ -164,7 +164,7 @@ class VisionAdapters:
 
 @contextmanager
 def _unchanged(name: str, folder: Path, stamp: Stamp) -> Iterator[None]:
-    """Raise Unavailable if a folder's files are not those of the stamp at the end of the context.
+    """Raise AdapterChanging if a folder's files differ from the stamp at the end of the context.
 
     This replaces any error within the context, which may be due to the change.
     """
@@ -172,7 +172,7 @@ def _unchanged(name: str, folder: Path, stamp: Stamp) -> Iterator[None]:
         yield
     finally:
         if stamp_of(folder) != stamp:
-            raise Unavailable(f"adapter '{name}' is being changed; send the request again")
+            raise AdapterChanging(f"adapter '{name}' is being changed; send the request again")
 
 
 def linear_layers(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
