@@ -188,6 +188,8 @@ ZOO: dict[str, tuple[str, Change]] = {
     "head-gone": (HEAD, lambda f: (head(["a", "b"], **TWO)(f), (f / HEAD).unlink())),
     "head-pipe": (HEAD, lambda f: (head(["a", "b"], **TWO)(f), replaced(HEAD, os.mkfifo)(f))),
     "head-labels": (EXTRA, head(["a", {"b": 1}], **TWO)),
+    "head-labels-many": (EXTRA, head([f"{number}" for number in range(10_001)], **TWO)),
+    "head-labels-long": (EXTRA, head(["a", "b" * 257], **TWO)),
     "head-task-unknown": (EXTRA, head(["a", "b"], ["clasify"], **TWO)),
     "head-labels-surrogate": (EXTRA, head(["a", "\udc00"], **TWO)),
     "head-nan": (HEAD, head(["a", "b"], **(TWO | {"bias": torch.tensor([0, math.nan])}))),
