@@ -9,10 +9,11 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from vlora import native
 from vlora.atmm import tiles
+from vlora.errors import InvalidArgument
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +23,7 @@ Component = Literal["atmm", "kernels"]
 Backend = Literal["cpu", "cuda", "gpu", "reference"]
 # Environment variables that set a component's backend to "cpu" or "reference". They are for tests,
 # and for machines on which the compiled code is suspected of faults.
-VARIABLES: dict[Component, str] = {"atmm": "VLORA_ATMM", "kernels": "VLORA_KERNELS"}
+VARIABLES = dict(zip(get_args(Component), native.BACKEND_VARIABLES, strict=True))
 # Names of the components in the log.
 LABELS: dict[Component, str] = {"atmm": "ATMM", "kernels": "kernels"}
 _chosen: dict[tuple[Component, str], Backend] = {}
@@ -36,8 +37,8 @@ def backend_of(
     It is "cpu" if the kernels were compiled, "gpu" or, if `start_cuda` succeeds, "cuda" on a GPU,
     else "reference", with a warning. The component's environment variable may set another.
 
-    Raises ValueError for an unknown or unusable name in the variable, and ImportError if it selects
-    kernels that were not built.
+    Raises InvalidArgument for an unknown or unusable name in the variable, and ImportError if it
+    selects kernels that were not built.
     """
     chosen = _chosen.get((component, device))
     if chosen is None:
@@ -66,10 +67,9 @@ def _choose(component: Component, device: str, start_cuda: Callable[[], object] 
         return "gpu"
     variable = VARIABLES[component]
     requested = os.environ.get(variable)
-    if requested not in (None, "cpu", "reference"):
-        raise ValueError(f"{variable}={requested}; it must be 'cpu' or 'reference'")
+    native.check_environment()
     if requested == "cpu" and device != "cpu":
-        raise ValueError(
+        raise InvalidArgument(
             f"{variable}=cpu, but its kernels cannot read the memory of device '{device}'; it must"
             " be 'reference' or not set"
         )

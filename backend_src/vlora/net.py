@@ -108,6 +108,7 @@ def aio_channel(address: str, tls: Tls | None, options: Sequence[tuple[str, int]
 
 # Header by which Envoy selects one of several servers.
 ROUTING_HEADER = "x-lora-adapter"
+MAX_ROUTED = 256  # Characters of each part of its value: those of the longest valid `stream_id`.
 
 
 def routing_headers(adapter: object, stream_id: object = None) -> tuple[tuple[str, str], ...]:
@@ -118,8 +119,9 @@ def routing_headers(adapter: object, stream_id: object = None) -> tuple[tuple[st
     """
     if not (adapter or stream_id):
         return ()
-    parts = ("" if part is None else quote(str(part), safe="") for part in (adapter, stream_id))
-    return ((ROUTING_HEADER, "/".join(parts).rstrip("/")),)
+    # gRPC refuses headers of more than 16 KiB. A character takes up to 12 bytes here.
+    texts = ("" if part is None else str(part)[:MAX_ROUTED] for part in (adapter, stream_id))
+    return ((ROUTING_HEADER, "/".join(quote(text, safe="") for text in texts).rstrip("/")),)
 
 
 # Pattern of a gRPC address, HOST:PORT or dns:///HOST:PORT. Its group matches the port.

@@ -15,6 +15,7 @@ from vlora.backends import Component, backend_of
 from vlora.config import Options
 from vlora.device.cuda import CudaDevice
 from vlora.engine.engine import Engine
+from vlora.errors import InvalidArgument
 
 COMPONENTS: list[Component] = ["atmm", "kernels"]
 
@@ -32,7 +33,7 @@ def test_the_environment_names_the_backend(
     monkeypatch.setenv(variable, "gpu")
     with (
         backends.override(component, None),
-        pytest.raises(ValueError, match=f"{variable}=gpu; it must be 'cpu' or 'reference'"),
+        pytest.raises(InvalidArgument, match=f"{variable}='gpu'; it must be 'cpu' or 'reference'"),
     ):
         backend_of(component)
 
@@ -87,7 +88,7 @@ def test_a_gpu_uses_the_reference_but_not_the_cpus_operator_if_the_environment_s
     monkeypatch.setenv("VLORA_ATMM", "cpu")
     gpu = Mock(CudaDevice, torch_device=torch.device("cuda"))
     monkeypatch.setattr("vlora.engine.parts.engine_device", lambda *args, **options: gpu)
-    with pytest.raises(ValueError, match="VLORA_ATMM=cpu, but its kernels cannot read the memory"):
+    with pytest.raises(InvalidArgument, match="VLORA_ATMM=cpu, but its kernels cannot read"):
         Engine(Options(model=checkpoint, device="cuda"))
 
 

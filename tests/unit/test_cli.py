@@ -7,6 +7,7 @@ import errno
 import io
 import json
 import logging
+import os
 import re
 import shlex
 import shutil
@@ -271,6 +272,23 @@ def test_a_mistake_in_a_command_is_named_with_what_would_be_right(
     assert done.exit_code in (1, 2) or arguments == "--version"
     assert message in done.output
     assert "Errno" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("variable", "valid"),
+    [("VLORA_ATMM", "'cpu' or"), ("VLORA_KERNELS", "'cpu' or"), ("VLORA_ISA", "scalar")],
+)
+@pytest.mark.parametrize("command", ["capacity", "serve"])
+def test_a_variable_that_selects_no_kernels_is_refused_by_every_command(
+    variable: str, valid: str, command: str
+) -> None:
+    environment = {**os.environ, variable: "x"}  # The kernels read it when they are loaded.
+    done = subprocess.run(
+        python_command("vlora.cli", command), env=environment, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert done.stderr.startswith(f"error: {variable}='x'; ")
+    assert valid in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -181,6 +181,8 @@ def test_a_question_that_a_server_hands_over_is_sent_again_once(
     assert {one[ROUTING_HEADER] for one in server.headers} == {"Gr%C3%BC%C3%9Fe%2F1/gate%202"}
     assert routing_headers("a") == ((ROUTING_HEADER, "a"),)
     assert routing_headers(None) == ()
+    ((_, value),) = routing_headers("😀" * 4000, ["a" * 20_000])
+    assert len(value) < 8192  # gRPC would refuse the request as an error of the server.
 
 
 @pytest.mark.parametrize("size", [1, 80_000_000])

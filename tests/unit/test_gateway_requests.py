@@ -478,6 +478,29 @@ def test_an_allowed_name_of_a_private_address_is_not_connected_to() -> None:
 
 
 @pytest.mark.usefixtures("loopback_is_public")
+def test_a_name_that_changes_its_address_is_connected_to_where_it_was_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """DNS rebinding: the first answer is public, the second one is not."""
+    answers, resolve = ["127.0.0.1", "127.0.0.2"], socket.getaddrinfo
+
+    def getaddrinfo(host: str, *args: Any, **kwargs: Any) -> Any:
+        return resolve(answers.pop(0) if host == "a.example" else host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    with (
+        web("200 OK", b"picture") as (port, _),
+        closing(socket.create_server(("127.0.0.2", port))) as private,
+    ):
+        private.setblocking(False)
+        options = GatewayOptions(image_hosts=(f"a.example:{port}",))
+        assert load(options, f"http://a.example:{port}/") == [b"picture"]
+        assert "not public" in refused(options, f"http://a.example:{port}/").message
+        with pytest.raises(BlockingIOError):
+            private.accept()
+
+
+@pytest.mark.usefixtures("loopback_is_public")
 def test_an_image_is_fetched_and_a_redirect_is_not_followed() -> None:
     with web("200 OK", b"picture") as (port, requests):
         options = GatewayOptions(image_hosts=(f"localhost:{port}",))

@@ -11,6 +11,7 @@ import re
 import shutil
 import signal
 import struct
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from vlora.errors import InvalidArgument
 from vlora.file_names import printable
 from vlora.model.decoder_config import load_config
 from vlora.model.loader import adapter_shape
+from vlora.weights.safetensors import open_tensors
 
 Change = Callable[[Path], object]
 CONFIG, WEIGHTS, EXTRA, HEAD = (
@@ -188,6 +190,8 @@ ZOO: dict[str, tuple[str, Change]] = {
     "head-gone": (HEAD, lambda f: (head(["a", "b"], **TWO)(f), (f / HEAD).unlink())),
     "head-pipe": (HEAD, lambda f: (head(["a", "b"], **TWO)(f), replaced(HEAD, os.mkfifo)(f))),
     "head-labels": (EXTRA, head(["a", {"b": 1}], **TWO)),
+    "head-labels-many": (EXTRA, head([f"{number}" for number in range(10_001)], **TWO)),
+    "head-labels-long": (EXTRA, head(["a", "b" * 257], **TWO)),
     "head-task-unknown": (EXTRA, head(["a", "b"], ["clasify"], **TWO)),
     "head-labels-surrogate": (EXTRA, head(["a", "\udc00"], **TWO)),
     "head-nan": (HEAD, head(["a", "b"], **(TWO | {"bias": torch.tensor([0, math.nan])}))),
@@ -301,6 +305,58 @@ def test_a_file_that_becomes_a_pipe_after_some_checks_is_not_read(
     finally:
         signal.alarm(0)
     assert "not a regular file" in message
+
+
+@pytest.mark.parametrize("before", [b"", bytes(9), struct.pack("<Q", 14) + b'{"a": {"": 1}}'])
+def test_a_header_that_changes_before_safetensors_reads_it_is_told(
+    adapters_dir: Path, shape: ModelShape, tmp_path: Path, before: bytes
+) -> None:
+    folder = tmp_path / "a"
+    shutil.copytree(adapters_dir / "attention-r4", folder)
+    whole = (folder / WEIGHTS).read_bytes()
+    written(WEIGHTS, before)(folder)
+
+    def open_whole(file: Any) -> Any:
+        written(WEIGHTS, whole)(folder)
+        return open_tensors(file)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vlora.adapters.tensors.open_tensors", open_whole)
+        with pytest.raises(InvalidArgument, match="has changed while it was being read"):
+            load_adapter("a", folder, shape)
+
+
+def test_files_that_grow_and_shrink_while_they_are_read_load_or_are_refused(
+    adapters_dir: Path, shape: ModelShape, tmp_path: Path
+) -> None:
+    folder, closed, outcomes = tmp_path / "a", threading.Event(), set()
+    shutil.copytree(adapters_dir / "attention-r4", folder)
+    head(["a", "b"], **TWO)(folder)
+    files = [folder / name for name in (CONFIG, WEIGHTS, EXTRA, HEAD)]
+    whole = [path.read_bytes() for path in files]
+
+    def change() -> None:
+        rng = random.Random(4)
+        while not closed.is_set():
+            which = rng.randrange(len(files))
+            files[which].write_bytes(whole[which][: rng.randrange(len(whole[which]))])
+            with files[which].open("ab") as file:
+                for _ in range(rng.randrange(20)):
+                    file.write(bytes(65_536))
+            files[which].write_bytes(whole[which])
+
+    changing = threading.Thread(target=change)
+    changing.start()
+    try:
+        for _ in range(500):
+            try:
+                outcomes.add(len(load_adapter("a", folder, shape).pairs))
+            except InvalidArgument as error:
+                outcomes.add(error.message.split(": ")[0])
+    finally:
+        closed.set()
+        changing.join()
+    assert outcomes <= {len(load_adapter("a", folder, shape).pairs), "adapter_broken"}
 
 
 def test_the_maximum_size_of_an_adapter_is_configurable(zoo: Path, shape: ModelShape) -> None:

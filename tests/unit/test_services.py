@@ -21,6 +21,7 @@ from tests.support.services import (
     UnarySetting,
     VisionSetting,
 )
+from vlora.adapters.catalog import NameTable
 from vlora.config import Limits
 from vlora.errors import (
     AdapterChanging,
@@ -33,7 +34,7 @@ from vlora.errors import (
 )
 from vlora.request import OutputSink, Request
 from vlora.serving.arrivals import ARRIVAL_INPUT
-from vlora.serving.lmm import LONG_PROMPT, STRUCTURED_THREADS
+from vlora.serving.lmm import LONG_PROMPT, MAX_BROKEN, STRUCTURED_THREADS, ServerDescription
 from vlora.serving.lmm_unary import inner_request
 from vlora.serving.tensors import flag, strings
 from vlora.serving.vision_encoder import features_from
@@ -269,6 +270,12 @@ def test_the_description_is_sent_even_if_the_queue_is_full(lmm: LmmSetting) -> N
     lmm.engine.max_admitted = 0
     answer = lmm.ask(describe=flag(True)).answer
     assert answer["details"].tolist() == strings(['{"tasks": []}']).tolist()
+
+
+def test_the_description_is_bounded_however_many_adapters_are_broken() -> None:
+    table = NameTable({}, {f"x{number:05}": InvalidArgument("?") for number in range(50_000)})
+    described = json.loads(ServerDescription(lambda: table, 64).as_json())
+    assert list(described["broken"]) == [f"x{number:05}" for number in range(MAX_BROKEN)]
 
 
 def test_the_task_auto_is_the_one_that_an_ensemble_chooses(lmm: LmmSetting) -> None:

@@ -318,6 +318,47 @@ def test_an_invalid_structure_is_refused_with_the_reason(
     assert structure not in grammars._entries
 
 
+AGAIN = {"$ref": "#"}
+NEEDS_A = {"properties": {"a": AGAIN}, "required": ["a"]}
+NEEDS_ITEM = {"type": "array", "items": AGAIN, "minItems": 1}
+
+
+@pytest.mark.parametrize(
+    ("schema", "ending"),
+    [
+        (NEEDS_A | {"type": "object"}, NEEDS_A | {"type": ["object", "null"]}),
+        (NEEDS_ITEM, NEEDS_ITEM | {"minItems": 0}),
+        (
+            {"type": "array", "prefixItems": [{}, AGAIN], "minItems": 2},
+            {"type": "array", "prefixItems": [{}, AGAIN], "minItems": 1},
+        ),
+        (
+            {"type": "object", "required": ["a"], "additionalProperties": {"allOf": [AGAIN]}},
+            {"type": "object", "required": ["a"], "additionalProperties": {"items": AGAIN}},
+        ),
+        (
+            {"type": "object", "minProperties": 1, "additionalProperties": AGAIN},
+            {"type": "object", "minProperties": 0, "additionalProperties": AGAIN},
+        ),
+        ({"allOf": [{"type": "object"}, NEEDS_A]}, NEEDS_A),
+        (
+            {"anyOf": [NEEDS_A, {"$ref": "#/anyOf/0"}], "type": "object"},
+            {"anyOf": [NEEDS_A | {"type": "object"}, NEEDS_ITEM, {"const": 0}]},
+        ),
+        (
+            NEEDS_A | {"type": "object", "properties": {"a": NEEDS_ITEM}},
+            {"type": "object", "properties": {"a": NEEDS_ITEM}},
+        ),
+    ],
+)
+def test_a_schema_without_a_finite_value_is_refused(
+    grammars: Grammars, schema: dict[str, Any], ending: dict[str, Any]
+) -> None:
+    with pytest.raises(InvalidArgument, match="requires in each value another value of itself"):
+        grammars.acquire(json_of(schema))
+    grammars.release(json_of(ending), grammars.acquire(json_of(ending)))
+
+
 @pytest.mark.parametrize(
     "structure", [json_of({"$ref": "#"}), Structure("grammar", "start: start")]
 )

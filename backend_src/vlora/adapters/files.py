@@ -43,6 +43,8 @@ EXTRA_KEYS = (
     "skills",
 )  # Keys that `vlora.json` may have.
 MAX_ACCURACIES, MAX_KEY = 256, 256  # Maximum number of entries of `accuracy`, and length of a key.
+# Maximum number of labels of a head. Each of its answers, and each list of models, has them all.
+MAX_LABELS = 10_000
 MAX_ADAPTER_BYTES = 4 * 1024**3  # Default maximum size of an adapter's weights in fp32, in bytes.
 
 
@@ -348,8 +350,12 @@ def _head_declaration(files: _Files) -> tuple[tuple[str, ...], tuple[str, ...]]:
     for key, value in declared.items():
         if not value or not is_names(value) or len(set(value)) != len(value):
             raise invalid(f"must give head.{key} as a list of different names")
+    labels = declared["labels"]
+    if len(labels) > MAX_LABELS or any(len(label) > MAX_KEY for label in labels):
+        limits = f"{MAX_LABELS} labels of at most {MAX_KEY} characters"
+        raise invalid(f"must give head.labels as at most {limits}")
     check_tasks("head.tasks", declared["tasks"], invalid)
-    return tuple(declared["labels"]), tuple(declared["tasks"])
+    return tuple(labels), tuple(declared["tasks"])
 
 
 def _read_head(

@@ -72,7 +72,11 @@ class WeightsFile:
             raise invalid(f"is not a complete safetensors file: {error}") from error
         except OSError as error:
             raise invalid.unreadable(error) from error
-        self._declared = declared_tensors(self._header)
+        try:
+            self._declared = declared_tensors(self._header)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            # safetensors has accepted the header that it read.
+            raise invalid("has changed while it was being read") from None
         self.shapes = {key: one.shape for key, one in sorted(self._declared.items())}
 
     def _require_float(self, key: str) -> None:

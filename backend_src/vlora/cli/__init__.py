@@ -13,8 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
-from vlora import __version__
-from vlora.cli.common import Group, option
+from vlora import __version__, native
+from vlora.cli.common import Group, option, report_errors
 from vlora.file_names import printable
 
 # Modules of this package, in the order of `vlora --help`.
@@ -61,6 +61,8 @@ Version = Annotated[
 @app.callback()
 def _root(version: Version = False) -> None:
     """Serve one large multimodal model and many LoRA adapters with Triton."""
+    with report_errors():
+        native.check_environment()
 
 
 class _LogFormatter(logging.Formatter):

@@ -48,6 +48,8 @@ log = logging.getLogger(__name__)
 
 # Characters. Tokenizing more than this takes milliseconds, too long for Triton's thread.
 LONG_PROMPT = 8192
+# Maximum number of broken adapters in the server's description, which gateways ask for often.
+MAX_BROKEN = 1000
 # Threads that compile structures, which may take seconds. No other request waits for them.
 STRUCTURED_THREADS = 16
 # Calls the vision encoder with its inputs and an id.
@@ -232,7 +234,7 @@ class ServerDescription:
         """Return the object `{"max_model_len", "tasks", "task_labels", "adapters", "broken"}`.
 
         `task_labels` is for the playground. `adapters` lists the usable ones in order of name;
-        `broken` maps the names of all others to their errors.
+        `broken` maps the names of others, at most MAX_BROKEN, to their errors.
         """
         names = self._names()
         if names is not self._described:
@@ -245,7 +247,9 @@ class ServerDescription:
                         for name, spec in TASKS.items()
                     },
                     "adapters": [_entry(name, names.current[name].info) for name in names.names],
-                    "broken": {name: str(names.broken[name]) for name in sorted(names.broken)},
+                    "broken": {
+                        name: str(names.broken[name]) for name in sorted(names.broken)[:MAX_BROKEN]
+                    },
                 },
                 allow_nan=False,
             )

@@ -43,6 +43,7 @@ def prepared(text: str) -> str:
     if "x-guidance" in root:
         raise ValueError("'x-guidance' would replace the server's options; leave it out")
     nodes = _reachable(root)
+    _check_ends(root, nodes)
     merged = any(key in node for node in nodes for key in MERGING)
     every_name = {name for node in nodes for name in _names(node)} if merged else set()
     for node in nodes:
@@ -84,6 +85,99 @@ def _target(root: Any, reference: Any) -> Any:
             name = key.replace("~1", "/").replace("~0", "~")
             root = root.get(name) if isinstance(root, dict) else None
     return root
+
+
+def _check_ends(root: Any, nodes: list[dict[str, Any]]) -> None:
+    """Refuse a schema whose values all hold a value of it again, since an answer would never end.
+
+    Patterns of names are not read, so some such schemas are not found.
+    """
+    ending: set[int] = set()  # Ids of schemas with a value that ends.
+    before = -1
+    while before < len(ending):
+        before = len(ending)
+        for node in reversed(nodes):  # Inner schemas mostly come later.
+            if id(node) not in ending and _ends(_merged(root, node), root, ending):
+                ending.add(id(node))
+    for node in nodes:
+        if id(node) not in ending:
+            raise ValueError(
+                f"the schema {shown(node)} requires in each value another value of itself, so no"
+                " answer would end; make a name in 'required' optional, or lower 'minItems'"
+            )
+
+
+def _merged(root: Any, node: Any) -> list[dict[str, Any]]:
+    """Return a schema and those that `allOf` and `$ref` add to it."""
+    parts: dict[int, dict[str, Any]] = {}
+    waiting = [node]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict) and id(part) not in parts:
+            parts[id(part)] = part
+            waiting += part["allOf"] if isinstance(part.get("allOf"), list) else ()
+            if part.get("$ref") == "#" or str(part.get("$ref")).startswith("#/"):
+                waiting.append(_target(root, part["$ref"]))
+    return list(parts.values())
+
+
+def _ends(parts: list[dict[str, Any]], root: Any, ending: set[int]) -> bool:
+    """Return whether a value of all these schemas needs only values of `ending`."""
+    for options in (part.get(key) for part in parts for key in ("anyOf", "oneOf")):
+        if isinstance(options, list) and not any(
+            _may_end(one, ending) and _has_value([*parts, *_merged(root, one)], ending)
+            for one in options
+        ):
+            return False
+    return _has_value(parts, ending)
+
+
+def _has_value(parts: list[dict[str, Any]], ending: set[int]) -> bool:
+    given = [part["type"] for part in parts if "type" in part]
+    types = [one if isinstance(one, list) else [one] for one in given]
+    checks = {"object": _object_ends, "array": _array_ends}
+    possible = [check for kind, check in checks.items() if all(kind in one for one in types)]
+    return (
+        all(any(kind not in [*checks] for kind in one) for one in types)
+        or any("const" in part or "enum" in part for part in parts)
+        or not possible  # llguidance refuses types that exclude each other.
+        or any(check(parts, ending) for check in possible)
+    )
+
+
+def _object_ends(parts: list[dict[str, Any]], ending: set[int]) -> bool:
+    required = {name for part in parts for name in _names({"required": part.get("required")})}
+    for part in parts:
+        named, patterns = (
+            value if isinstance(value := part.get(key), dict) else {}
+            for key in ("properties", "patternProperties")
+        )
+        others = part.get("additionalProperties")
+        needed = [named.get(name, None if patterns else others) for name in required]
+        if not all(_may_end(one, ending) for one in needed):
+            return False
+        choices = [one for one in (*named.values(), *patterns.values(), others) if one is not False]
+        some = part.get("minProperties") and choices and not required
+        if some and not any(_may_end(one, ending) for one in choices):
+            return False
+    return True
+
+
+def _array_ends(parts: list[dict[str, Any]], ending: set[int]) -> bool:
+    least = max([0, *(n for part in parts if isinstance(n := part.get("minItems"), int))])
+    for part in parts:
+        first, rest = part.get("prefixItems"), part.get("items")
+        if isinstance(rest, list):
+            first, rest = rest, part.get("additionalItems")
+        first = first if isinstance(first, list) else []
+        needed = [*first[:least], *([rest] if least > len(first) else [])]
+        if not all(_may_end(one, ending) for one in needed):
+            return False
+    return True
+
+
+def _may_end(schema: Any, ending: set[int]) -> bool:
+    return not isinstance(schema, dict) or id(schema) in ending
 
 
 def _names(node: dict[str, Any]) -> set[str]:

@@ -34,13 +34,14 @@ _PRINTED_PART = re.compile(r"""['"]type['"]""")
 # Maximum number of special tokens in the texts of a prompt. Python is called for each, and no other
 # request advances meanwhile. Written as text, each takes several tokens, so few contexts hold more.
 MAX_STAND_INS = 32768
+DIGITS = 6  # Hexadecimal digits of a stand-in's number, after the mark.
 
 
 class StandIns:
     """Strings that stand for others while templates are applied. Clients cannot guess them."""
 
     def __init__(self) -> None:
-        self._mark = secrets.token_hex(8)
+        self._mark = ""  # Drawn for the first text, since most prompts have none.
         self._texts: list[tuple[str, Sequence[int] | None]] = []
         self._literals = 0
 
@@ -59,25 +60,25 @@ class StandIns:
         return self._put(text, entries)
 
     def _put(self, text: str, entries: Sequence[int] | None) -> str:
+        self._mark = self._mark or secrets.token_hex(8)
         self._texts.append((text, entries))
-        return f"{self._mark}{len(self._texts) - 1:06x}"
+        return f"{self._mark}{len(self._texts) - 1:0{DIGITS}x}"
 
     def resolve(self, rendered: str, is_complete: bool = False) -> PromptText:
         """Return the prompt with the texts in place of their stand-ins."""
-        parts: list[str] = []
+        # A pattern with the mark would be compiled anew for each prompt.
+        first, *others = rendered.split(self._mark) if self._mark else [rendered]
+        parts, length = [first], len(first)
         literals: list[tuple[int, int]] = []
         order: list[int] = []
-        length = end = 0
-        for match in re.finditer(f"{self._mark}([0-9a-f]{{6}})", rendered):
-            before, (text, entries) = rendered[end : match.start()], self._texts[int(match[1], 16)]
-            parts += (before, text)
-            length += len(before) + len(text)
+        for part in others:
+            text, entries = self._texts[int(part[:DIGITS], 16)]
             if entries is None:
-                literals.append((length - len(text), length))
+                literals.append((length, length + len(text)))
             else:
                 order += entries
-            end = match.end()
-        parts.append(rendered[end:])
+            parts += (text, part[DIGITS:])
+            length += len(text) + len(part) - DIGITS
         if order == sorted(order):
             order = []
         return PromptText("".join(parts), tuple(literals), is_complete, tuple(order))
