@@ -306,6 +306,15 @@ def test_http_and_hls_are_read_but_a_playlist_opens_no_file(site):
             shades(f"{url}/live.m3u8")
 
 
+def test_pictures_above_the_limit_are_not_decoded(site, monkeypatch):
+    streams = pytest.importorskip("vlora.watch.streams", reason="the extra watch is not installed")
+    folder, url = site
+    write_video(folder / "clip.ts", 10, [90] * 10, (64, 48), "libx264")
+    for most, frames in (("3072", 10), ("1000", 0)):
+        monkeypatch.setitem(streams.LIMITS, "max_pixels", most)
+        assert len(shades(f"{url}/clip.ts")) == frames
+
+
 @pytest.mark.parametrize(
     "content",
     [
