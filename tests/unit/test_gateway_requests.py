@@ -7,6 +7,7 @@ import base64
 import json
 import socket
 import threading
+from collections import Counter
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any
@@ -531,6 +532,46 @@ def test_a_fetched_image_has_limits_of_size_and_time() -> None:
         port = silent.getsockname()[1]
         options = GatewayOptions(image_hosts=(f"localhost:{port}",), fetch_seconds=0.1)
         assert "more than 0.1 s" in refused(options, f"http://localhost:{port}/").message
+
+
+@pytest.mark.usefixtures("loopback_is_public")
+def test_slow_files_of_one_tenant_delay_no_other_and_those_in_excess_are_unavailable() -> None:
+    closed: list[asyncio.StreamWriter] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if b"/slow" not in await reader.readline():
+            head = b"HTTP/1.1 200 OK\r\ncontent-type: text/html\r\ncontent-length: 5"
+            writer.write(head + b"\r\n\r\nvideo")
+        await reader.read()
+        writer.close()
+        closed.append(writer)
+
+    async def run() -> list[str]:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        options = GatewayOptions(image_hosts=(f"localhost:{port}",), fetch_seconds=2.0)
+        loader, bodies = MediaLoader(options), Bodies(options)
+
+        async def fetch(tenant: str, path: str) -> list[bytes]:
+            with bodies.holding(tenant) as held:
+                url = Media(f"http://localhost:{port}/{path}", "video_url.url")
+                return await loader.load([url], bodies, held)
+
+        slow = [asyncio.create_task(fetch("slow", "slow")) for _ in range(3 * media.FETCH_SHARE)]
+        await asyncio.sleep(0)
+        assert await fetch("other", "fast") == [b"video"]
+        assert not any(task.done() for task in slow)
+        errors = await asyncio.gather(*slow, return_exceptions=True)
+        await loader.close()
+        bodies.close()
+        server.close()
+        while len(closed) <= media.FETCH_SHARE:
+            await asyncio.sleep(0.01)
+        return [error.code for error in errors if isinstance(error, ApiError)]
+
+    codes = Counter(asyncio.run(run()))
+    assert codes.total() == 3 * media.FETCH_SHARE
+    assert codes["UNAVAILABLE"] >= media.FETCH_SHARE
 
 
 def test_a_replayed_answer_and_neutral_fields_of_other_servers_are_accepted() -> None:

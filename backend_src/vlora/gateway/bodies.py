@@ -86,7 +86,7 @@ class Held:
         self, all: defaultdict[str, int], tenant: str, has_share: bool, max_held: int
     ) -> None:
         self._all = all
-        self._tenant = tenant
+        self.tenant = tenant
         self._limit = max_held * (TENANT_SHARE if has_share else 1.0)
         self._max_held = max_held
         self._bytes = 0
@@ -98,20 +98,20 @@ class Held:
         excess = None
         if sum(self._all.values()) + size > limit:
             excess = f"the bodies of all requests have more than {limit:.0f} bytes"
-        elif self._all[self._tenant] + size > self._limit:
+        elif self._all[self.tenant] + size > self._limit:
             excess = f"your requests have more than {self._limit:.0f} bytes"
         if excess is not None:
             reason = f"{excess}, the limit; try again later"
             raise ApiError("UNAVAILABLE", reason, retry_after=RETRY_SECONDS)
-        self._all[self._tenant] += size
+        self._all[self.tenant] += size
         self._bytes = size_after
 
     def release(self) -> None:
         """Stop counting, because the bytes were passed on. Any further call has no effect."""
-        self._all[self._tenant] -= self._bytes
+        self._all[self.tenant] -= self._bytes
         self._bytes = 0
-        if not self._all[self._tenant]:
-            del self._all[self._tenant]
+        if not self._all[self.tenant]:
+            del self._all[self.tenant]
 
 
 class _UrlScanner:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -18,13 +19,15 @@ import httpcore2
 
 from vlora.base64_text import decode_base64
 from vlora.errors import shown
-from vlora.gateway.bodies import Bodies, Held
+from vlora.gateway.bodies import RETRY_SECONDS, Bodies, Held
 from vlora.gateway.errors import ApiError, invalid
 from vlora.gateway.messages import Media
 from vlora.gateway.options import GatewayOptions
 from vlora.request import FRAME_LIST
 
-MAX_FETCHES = 16  # Maximum number of connections for fetching images at the same time.
+# Maximum number of connections for fetching files at the same time, and those of one tenant to one
+# host, so that slow files delay nobody else's.
+MAX_FETCHES, FETCH_SHARE = 64, 8
 MAX_HEADER = 256  # Maximum number of characters of a data URL before its content.
 
 # Default port of each scheme. Any other port must be allowed explicitly, as HOST:PORT.
@@ -44,6 +47,10 @@ class MediaLoader:
         self._hosts = frozenset(host.lower() for host in options.image_hosts)
         self._pool = httpcore2.AsyncConnectionPool(
             max_connections=MAX_FETCHES, network_backend=PublicNetwork(), retries=0
+        )
+        # By tenant and host. Keys and the operator's list bound both.
+        self._shares = defaultdict[tuple[str, str], asyncio.Semaphore](
+            lambda: asyncio.Semaphore(FETCH_SHARE)
         )
 
     async def close(self) -> None:
@@ -71,6 +78,14 @@ class MediaLoader:
             allowed = ", ".join(sorted(self._hosts)) or "none; send a data URL"
             refusal = f"files may not be fetched from {shown(host)}; --image-host allows: {allowed}"
             raise ApiError("PERMISSION_DENIED", refusal, media.param)
+        share = self._shares[held.tenant, host]
+        try:
+            async with asyncio.timeout(self._options.fetch_seconds):
+                await share.acquire()
+        except TimeoutError:
+            excess = f"more than {FETCH_SHARE} of your files are being fetched from {host!r}"
+            reason = f"{excess}; try again later"
+            raise ApiError("UNAVAILABLE", reason, retry_after=RETRY_SECONDS) from None
         try:
             async with asyncio.timeout(self._options.fetch_seconds):
                 return await self._fetch(url, limit, media, held)
@@ -80,6 +95,8 @@ class MediaLoader:
             raise ApiError("PERMISSION_DENIED", str(error), media.param) from None
         except (httpcore2.NetworkError, httpcore2.ProtocolError, OSError) as error:
             reason = f"cannot be fetched: {error}"
+        finally:
+            share.release()
         raise invalid(media.param, f"the {media.kind} of {host!r} {reason}")
 
     async def _fetch(self, url: httpcore2.URL, limit: int, media: Media, held: Held) -> bytes:

@@ -25,6 +25,8 @@ FILES = "mov,matroska,avi,mpegts,mpeg,flv,ogg,mjpeg"
 MULTIPART = "mpjpeg"  # Pictures over HTTP, whose time stamps FFmpeg invents.
 # To find out the frame rate, which nothing here needs, takes 1.4 s more of a camera.
 QUICK = {"fpsprobesize": "0"}
+# Pictures of 8K have 33 million pixels. A camera with larger ones could take all memory or time.
+LIMITS = {"max_pixels": str(40_000_000)}
 MIN_OPEN_SECONDS = 4.0  # Minimum time-out of opening a stream.
 DEVICE = "/dev/video"
 DEVICE_FORMAT = "video4linux2,v4l2"
@@ -175,6 +177,7 @@ class VideoStream:
         if self._is_live:
             # With a thread per core and camera, dozens of cameras would be hundreds of threads.
             self._stream.codec_context.thread_count = 1
+        self._stream.codec_context.options = LIMITS
         self._decoder = LazyDecoder(self._stream.codec_context, counts)
         self._size: tuple[int, int] | None = None
         ring.begin()
@@ -245,6 +248,7 @@ class VideoStream:
 def _open(camera: Camera, url: str) -> Any:
     """Return the container of a stream or a file. Raises SourceError."""
     options, format = _options(camera)
+    options |= LIMITS
     # FFmpeg reads the first seconds of a stream to open it.
     timeout = (max(MIN_OPEN_SECONDS, 2 * camera.timeout_seconds), camera.timeout_seconds)
     try:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from typer.testing import CliRunner
 
 from tests.support.cameras import WatchRun, write_video
 from tests.support.fake_triton import FakeTriton
+from tests.support.http_server import http_server, response
 from tests.support.polling import until
 from vlora.cli import app
 from vlora.cli.common import console
@@ -304,6 +306,30 @@ def test_http_and_hls_are_read_but_a_playlist_opens_no_file(site):
         (folder / "live.m3u8").write_text(lines.format(target))
         with pytest.raises(ServerError, match=r"live\.m3u8"):
             shades(f"{url}/live.m3u8")
+
+
+def test_a_camera_that_redirects_to_a_file_opens_it_not(tmp_path):
+    pytest.importorskip("av", reason="the extra watch is not installed")
+    from tests.support import video_traps
+
+    with closing(video_traps.Trap(tmp_path)) as trap:
+        location = f"location: file://{trap.path}"
+        with (
+            http_server(lambda: response("302 Found", b"", location)) as (port, requests),
+            pytest.raises(ServerError, match=r"127\.0\.0\.1"),
+        ):
+            shades(f"http://127.0.0.1:{port}/camera")
+        assert requests
+        assert not trap.sprung()
+
+
+def test_pictures_above_the_limit_are_not_decoded(site, monkeypatch):
+    streams = pytest.importorskip("vlora.watch.streams", reason="the extra watch is not installed")
+    folder, url = site
+    write_video(folder / "clip.ts", 10, [90] * 10, (64, 48), "libx264")
+    for most, frames in (("3072", 10), ("1000", 0)):
+        monkeypatch.setitem(streams.LIMITS, "max_pixels", most)
+        assert len(shades(f"{url}/clip.ts")) == frames
 
 
 @pytest.mark.parametrize(
