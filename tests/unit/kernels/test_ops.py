@@ -16,6 +16,7 @@ from vlora.atmm import tiles
 from vlora.backends import Backend
 from vlora.config import Options
 from vlora.engine.engine import Engine
+from vlora.errors import InvalidArgument
 from vlora.kernels import ops
 from vlora.vision.encoder import VisionEncoder
 
@@ -302,9 +303,9 @@ def test_an_unknown_backend_fails_at_the_start_and_not_in_each_step(
 ) -> None:
     monkeypatch.setenv("VLORA_KERNELS", "fast")
     with backends.override("kernels", None):
-        with pytest.raises(ValueError, match="it must be"):
+        with pytest.raises(InvalidArgument, match="it must be"):
             Engine(Options(model=CHECKPOINT))
-        with pytest.raises(ValueError, match="it must be"):
+        with pytest.raises(InvalidArgument, match="it must be"):
             VisionEncoder(tmp_path, threads=1)
 
 
