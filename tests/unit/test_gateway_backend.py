@@ -25,6 +25,7 @@ from vlora.errors import BY_CODE, SHUTTING_DOWN
 from vlora.gateway import backend
 from vlora.gateway.app import Gateway
 from vlora.gateway.backend import (
+    DESCRIPTION_SECONDS,
     RECONNECT_SECONDS,
     Backend,
     Question,
@@ -233,6 +234,22 @@ def test_calls_that_wait_for_the_description_share_one_request_and_its_error(
         results = asyncio.run(describe())
     assert {type(result) for result in results} == {ApiError}
     assert hung.calls == 2
+
+
+def test_a_server_that_has_just_answered_is_not_asked_whether_it_does(address: str) -> None:
+    async def check() -> None:
+        async with client(address) as asked:
+            answer = asked.ask(Question("a" * 32, "?"))
+            await anext(answer)
+            await asked.check()
+            await answer.aclose()
+            assert server.calls == 1
+            asked._heard -= DESCRIPTION_SECONDS
+            await asked.check()
+
+    with serving(address, hangs=True, answers=True) as server:
+        asyncio.run(check())
+    assert server.calls == 2
 
 
 def test_a_missing_server_is_reported_once_and_so_is_its_first_answer(address: str) -> None:

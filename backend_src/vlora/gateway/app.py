@@ -151,7 +151,7 @@ class Gateway:
 
     async def health(self) -> Response:
         """Return a response that says whether the V-LoRA server answers."""
-        await self._backend.describe()
+        await self._backend.check()
         return JSONResponse({"status": "ok"})
 
     async def metrics_page(self) -> Response:

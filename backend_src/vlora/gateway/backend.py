@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -159,6 +160,7 @@ class Backend:
         # Time and result of the last request for the server's description.
         self._described: tuple[float, dict[str, Any] | ApiError] | None = None
         self._describing = asyncio.Lock()
+        self._heard = -math.inf  # Time of the last response to a question.
 
     async def close(self) -> None:
         await self._channel.close()
@@ -185,6 +187,7 @@ class Backend:
             while not ended and message is not grpc.aio.EOF:
                 if message.error_message:
                     raise from_server(from_message(message.error_message), sampling)
+                self._heard = asyncio.get_running_loop().time()
                 response = message.infer_response
                 ended = response.parameters["triton_final_response"].bool_param
                 if response.outputs:
@@ -224,6 +227,13 @@ class Backend:
         finally:
             self._kept_bytes -= size
         return await answers.next()
+
+    async def check(self) -> None:
+        """Raise ApiError if the server does not answer. It is not asked if it has just answered a
+        question, because its answer would wait behind all requests that it is reading.
+        """
+        if asyncio.get_running_loop().time() > self._heard + DESCRIPTION_SECONDS:
+            await self.describe()
 
     async def describe(self) -> dict[str, Any]:
         """Return the server's description, cached for `DESCRIPTION_SECONDS`. Calls at the same time
