@@ -112,6 +112,8 @@ class Options:
     adapter_host_bytes: int = 4 * 1024**3
     pinned_adapters: tuple[str, ...] = ()
     enable_prefix_caching: bool = True
+    # Share of the tokens of a clip to leave out; None for none. See `inputs.kept_rows`.
+    video_pruning_rate: float | None = None
     # "auto": see `cores.split_cores`.
     engine_threads: IntOrAuto = AUTO
     encoder_threads: IntOrAuto = AUTO
@@ -300,6 +302,10 @@ def parse_options(keys: Mapping[str, Any], where: str, folder: Path) -> Options:
         raise InvalidArgument(f"{where}: 'model' is missing; set it to the checkpoint's folder")
     options = Options(**values)
     _check_shares(options, where)
+    if (rate := options.video_pruning_rate or 0.0) >= 1:
+        raise InvalidArgument(
+            f"{where}: 'video_pruning_rate' = {rate:g} must be below 1, the share of all tokens"
+        )
     size = options.quantization_group_size
     if size != QUANTIZATION_GROUPS[0] and options.quantization != "int4":
         raise InvalidArgument(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ from tests.support.triton_client import png
 from vlora.config import Limits, Options
 from vlora.engine.engine import Engine
 from vlora.errors import InvalidArgument
+from vlora.model.chunk import Prompt
 from vlora.model.decoder_config import load_config
 from vlora.model.inputs import PromptReader
 from vlora.request import ImageFeatures
@@ -54,6 +56,7 @@ FILES = {
 LISTED = {name: files.pictures(4, 40, 52, seed) for seed, name in enumerate(("list a", "list b"))}
 PICTURE = np.random.default_rng(8).integers(0, 256, (30, 44, 3), np.uint8)
 IMAGE, VIDEO = {"type": "image"}, {"type": "video"}
+PRUNED_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
 @pytest.fixture(scope="module", params=VIDEO_FAMILIES)
@@ -247,3 +250,70 @@ def test_prompt_positions_and_answer_are_those_of_transformers(
     logits = family.logits_of(ids, pixels, adapter, answers["0"])
     gaps = [float(row.max() - row[t]) for row, t in zip(logits[:-1], answers["0"], strict=True)]
     assert max(gaps) <= NEAR_TIE
+
+
+@torch.inference_mode()
+def pruned_logits(
+    family: Family,
+    ids: list[int],
+    pixels: dict[str, Any],
+    whole: Prompt,
+    stays: list[bool],
+    answer: list[int],
+) -> torch.Tensor:
+    """Return the stock model's logits if nothing attends to tokens that do not stay."""
+    base = family.model.get_base_model()
+    tokens = torch.tensor([ids + answer])
+    assert whole.positions is not None
+    own = torch.arange(len(ids), len(ids) + len(answer)) + whole.position_shift
+    family.model.set_adapter(ADAPTERS[0])
+    logits: torch.Tensor = family.model(
+        input_ids=tokens,
+        attention_mask=torch.tensor([stays + [True] * len(answer)]).long(),
+        position_ids=torch.cat([whole.positions, own.expand(3, -1)], dim=1)[:, None],
+        mm_token_type_ids=2 * (tokens == base.config.video_token_id).int(),
+        **pixels,
+    ).logits
+    return logits[0, len(ids) - 1 :]
+
+
+@pytest.mark.parametrize("family", PRUNED_FAMILIES, indirect=True)
+def test_answers_about_a_pruned_video_are_those_of_the_stock_model_without_the_same_tokens(
+    family: Family, decoder: ImageDecoder
+) -> None:
+    parts, options = [VIDEO, text("What?")], MediaOptions(num_frames=8)
+    still = files.pictures(1, 70, 38) * 9 + files.pictures(12, 70, 38, seed=3)
+    clip = files.video("h264", "mp4", frames=still)
+    asked = Request(family, decoder, parts, [clip], options)
+    prompt, (ids, pixels) = asked.prompt(), asked.stock()
+    config = load_config(family.checkpoint)
+    whole = PromptReader(family.checkpoint, config).read(prompt, asked.features)
+    read = PromptReader(family.checkpoint, config, 0.5).read(prompt, asked.features)
+    # The rule, one place after another.
+    assert whole.features is not None
+    rows, width = whole.features.double(), len(whole.features) // 4
+    alike = {
+        row: float(torch.cosine_similarity(rows[row], rows[row - width], dim=0))
+        for row in range(width, len(rows))
+    }
+    count = len(rows) // 2 - width
+    kept = {*range(width), *sorted(alike, key=alike.__getitem__)[:count]}
+    stays = [row < 0 or row in kept for row in whole.feature_row.tolist()]
+    assert read.ids == tuple(itertools.compress(whole.ids, stays))
+    assert len(whole.ids) - len(read.ids) == len(rows) - len(rows) // 2 > 0
+    assert read.position_shift + len(read.ids) == whole.position_shift + len(whole.ids)
+    engine = Engine(
+        Options(model=family.checkpoint, adapters=family.adapters, video_pruning_rate=0.5)
+    )
+    questions = [(prompt, (), ADAPTERS[0])]
+    answers, _ = run_questions(engine, questions, [asked.features], 8)
+    again, _ = run_questions(engine, questions, [asked.features], 8)
+    assert again == answers
+    logits = pruned_logits(family, ids, pixels, whole, stays, answers["0"])
+    gaps = [float(row.max() - row[t]) for row, t in zip(logits[:-1], answers["0"], strict=True)]
+    assert max(gaps) <= NEAR_TIE
+
+
+def test_a_model_with_positions_of_one_axis_cannot_prune_videos(checkpoint: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"'video_pruning_rate' = .* needs a model of Qwen2"):
+        PromptReader(checkpoint, load_config(checkpoint), 0.5)

@@ -170,6 +170,7 @@ def test_vllms_key_tokenizer_must_equal_model() -> None:
         ("merged_weights_bytes", -1),
         ("engine_memory_share", 0),
         ("encoder_memory_share", "all"),
+        ("video_pruning_rate", 1.0),
     ],
 )
 def test_an_invalid_value_is_rejected(key: str, value: Any) -> None:

@@ -319,6 +319,10 @@ def test_a_request_with_too_many_image_tokens_is_refused_before_its_images_are_d
         encoders.receive(None).plan([PictureSize(3000, 4000, False)] * 3)
     with pytest.raises(InvalidArgument, match=r"fewer than 3 frames; .*video\.num_frames'"):
         encoders.receive(None).plan([PictureSize(3000, 4000, True)] * 3)
+    pruned = EncoderService(FakeEncoder(), FeatureCache(0), context=11, pruning_rate=0.25)
+    pruned.receive(None).plan([PictureSize(3000, 4000, True)] * 3)
+    with pytest.raises(InvalidArgument, match="it has 12 image tokens"):
+        pruned.receive(None).plan([PictureSize(3000, 4000, False)] * 3)
 
 
 def test_the_pixels_of_a_request_for_the_tower_are_counted():

@@ -5,9 +5,12 @@ The scheduler makes chunks. The runner and attention read them without copying.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import compress
 from typing import TYPE_CHECKING, NamedTuple
+
+from vlora.ids import NO_IMAGE
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +49,19 @@ class Prompt:
         """Features for the embedding and for each level, each [rows, hidden]; [] without images."""
         levels = () if self.level_features is None else self.level_features
         return [] if self.features is None else [self.features, *levels]
+
+    def with_rows(self, kept: torch.Tensor) -> Prompt:
+        """Return the prompt without the tokens of some rows of `features`. Others keep their
+        positions.
+
+        kept: [rows] bool. The positions must not be None.
+        """
+        assert self.positions is not None
+        rows = self.feature_row
+        stays = (rows == NO_IMAGE) | kept[rows.clamp(min=0)]
+        stays[-1] = True  # Generated tokens go on after it.
+        ids = tuple(compress(self.ids, stays.tolist()))
+        return replace(self, ids=ids, feature_row=rows[stays], positions=self.positions[:, stays])
 
     @cached_property
     def position_shift(self) -> int:

@@ -90,6 +90,34 @@ def _chunk_positions(chunk: Chunk) -> torch.Tensor:
     return torch.cat([prompt.positions[:, chunk.start : chunk.end], generated], dim=1)
 
 
+def kept_rows(images: ImageFeatures, features: torch.Tensor, rate: float) -> torch.Tensor:
+    """Return which rows of the features become tokens, [rows] bool.
+
+    Of each clip, the first step in time is kept, and of the others those rows that differ most from
+    the same place one step before, by cosine similarity: in all, the share 1 - `rate`, but at least
+    the first step. So vLLM prunes videos.
+
+    features: [rows, hidden], those for the embedding.
+    """
+    clips: dict[int | None, list[list[int]]] = {}
+    for clip, entry in zip(images.videos_by_entry(), images.layout.tolist(), strict=True):
+        if entry[5]:
+            clips.setdefault(clip, []).append(entry)
+    keep = torch.ones(len(features), dtype=torch.bool)
+    for entries in clips.values():
+        widths = {rows / steps for _, rows, steps, *_ in entries}
+        if len(widths) > 1:
+            continue  # Steps of different sizes have no places in common.
+        start, (width,) = entries[0][0], map(int, widths)
+        rows = sum(entry[1] for entry in entries)
+        steps = features[start : start + rows].view(-1, width, features.shape[1])
+        similarity = torch.cosine_similarity(steps[1:], steps[:-1], dim=2).flatten()
+        count = max(0, int(rows * (1 - rate)) - width)
+        later = keep[start + width : start + rows]
+        later[similarity.argsort(stable=True)[count:]] = False
+    return keep
+
+
 def text_prompt(ids: Iterable[int]) -> Prompt:
     """Return a prompt without images."""
     ids = tuple(ids)
@@ -97,10 +125,19 @@ def text_prompt(ids: Iterable[int]) -> Prompt:
 
 
 class PromptReader:
-    """Tokenizes prompts and expands their image placeholders. Thread-safe."""
+    """Tokenizes prompts and expands their image placeholders. Thread-safe.
 
-    def __init__(self, folder: Path, config: DecoderConfig) -> None:
-        self._config = config
+    pruning_rate: share of the tokens of clips to leave out. Raises InvalidArgument if the model's
+        positions are not three-dimensional, and so would move.
+    """
+
+    def __init__(self, folder: Path, config: DecoderConfig, pruning_rate: float = 0.0) -> None:
+        if pruning_rate and not config.rope_axes:
+            raise InvalidArgument(
+                f"'video_pruning_rate' = {pruning_rate:g} needs a model of Qwen2-VL, Qwen2.5-VL or"
+                f" Qwen3-VL; remove the key to serve {folder}"
+            )
+        self._config, self._pruning_rate = config, pruning_rate
         self.tokenizer = load_tokenizer(folder)
         self._backend = self.tokenizer.backend_tokenizer
         self._backend.no_truncation()
@@ -156,7 +193,10 @@ class PromptReader:
             grids = image_grids(images, self._config.image_merge)
             positions = prompt_positions(feature_row, images, grids, self._intervals(images), order)
         features, levels = self._by_level(torch.from_numpy(images.features))
-        return Prompt(tuple(ids), torch.tensor(feature_row), features, positions, levels)
+        prompt = Prompt(tuple(ids), torch.tensor(feature_row), features, positions, levels)
+        if self._pruning_rate:
+            prompt = prompt.with_rows(kept_rows(images, features, self._pruning_rate))
+        return prompt
 
     def _intervals(self, images: ImageFeatures) -> list[float]:
         """Return the distance between successive time steps of each image, in time positions."""

@@ -176,6 +176,7 @@ class EncoderService:
 
     seconds_per_image: the tower's time per image until it is measured, 0 if unknown.
     context: maximum number of tokens of a prompt.
+    pruning_rate: share of the tokens of clips that become none.
     """
 
     def __init__(
@@ -184,9 +185,11 @@ class EncoderService:
         cache: FeatureCache,
         seconds_per_image: float = 0.0,
         context: float = math.inf,
+        pruning_rate: float = 0.0,
     ) -> None:
         self._encoder = encoder
         self._context = context
+        self._kept_share = 1.0 - pruning_rate
         self._cache = cache
         self._lock = threading.Lock()
         self._tower = threading.Lock()
@@ -253,7 +256,9 @@ class EncoderService:
         Raises InvalidArgument if their tokens alone are too many for a prompt.
         """
         planned = self._encoder.prepare([without_pixels(size) for size in sizes], options)
-        tokens = sum(image.tokens for image in planned)
+        of_frames = sum(image.tokens for image in planned if image.image.is_video)
+        tokens = sum(image.tokens for image in planned) - of_frames
+        tokens += int(of_frames * self._kept_share)
         if tokens > self._context:
             frames = sum(size.is_frame for size in sizes)
             fewer = f"; send fewer than {frames} frames; of a video file, choose them with"
