@@ -112,8 +112,8 @@ class Options:
     adapter_host_bytes: int = 4 * 1024**3
     pinned_adapters: tuple[str, ...] = ()
     enable_prefix_caching: bool = True
-    # Share of the tokens of a clip to leave out; None for none. See `inputs.kept_rows`.
-    video_pruning_rate: float | None = None
+    # Share of the tokens of a clip to leave out. See `inputs.kept_rows`.
+    video_pruning_rate: float = 0.0
     # "auto": see `cores.split_cores`.
     engine_threads: IntOrAuto = AUTO
     encoder_threads: IntOrAuto = AUTO
@@ -302,7 +302,7 @@ def parse_options(keys: Mapping[str, Any], where: str, folder: Path) -> Options:
         raise InvalidArgument(f"{where}: 'model' is missing; set it to the checkpoint's folder")
     options = Options(**values)
     _check_shares(options, where)
-    if (rate := options.video_pruning_rate or 0.0) >= 1:
+    if (rate := options.video_pruning_rate) >= 1:
         raise InvalidArgument(
             f"{where}: 'video_pruning_rate' = {rate:g} must be below 1, the share of all tokens"
         )
@@ -420,7 +420,8 @@ def _checked(kind: type, keys: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _cast(value: Any, hint: Any, what: str) -> Any:
-    """Return `value` as the type `hint`. Numbers must be positive, but sizes in bytes may be 0."""
+    """Return `value` as the type `hint`. Numbers must be positive, but sizes in bytes and rates
+    may be 0."""
     if hint == tuple[str, ...]:
         if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
             raise InvalidArgument(f"{what} must be a list of names, not {json.dumps(value)}")
@@ -428,15 +429,16 @@ def _cast(value: Any, hint: Any, what: str) -> Any:
     kinds = get_args(hint) or (hint,)
     if bool in kinds:
         value = _spelled(value)
-    least = 0 if what.endswith("bytes'") else 1
+    may_be_zero = what.endswith(("bytes'", "rate'"))
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    in_range = is_number and (value > 0 or (may_be_zero and value == 0))
     fits = {
         Path: isinstance(value, str) and bool(value),
         Limits: isinstance(value, Limits),
         str: isinstance(value, str),
         bool: isinstance(value, bool),
-        int: is_number and isinstance(value, int) and value >= least,
-        float: is_number and value > 0,
+        int: in_range and isinstance(value, int),
+        float: in_range,
         type(None): value is None,
         _AUTO_HINT: value == AUTO,
     }

@@ -171,6 +171,7 @@ def test_vllms_key_tokenizer_must_equal_model() -> None:
         ("engine_memory_share", 0),
         ("encoder_memory_share", "all"),
         ("video_pruning_rate", 1.0),
+        ("video_pruning_rate", -0.5),
     ],
 )
 def test_an_invalid_value_is_rejected(key: str, value: Any) -> None:
@@ -198,6 +199,7 @@ def test_limits_are_read_and_checked() -> None:
 
 def test_values_of_several_types_are_read() -> None:
     keys = {"dtype": "bfloat16", "engine_threads": 3, "encoder_threads": "auto", "block_size": 8}
+    keys |= {"video_pruning_rate": 0.0}
     assert {key: getattr(parse(**keys), key) for key in keys} == keys
     assert parse(pinned_adapters=["a", "b"]).pinned_adapters == ("a", "b")
 

@@ -93,7 +93,7 @@ def load_parts(options: Options, adapter_names: Mapping[str, str]) -> EnginePart
     may_merge = options.may_merge and scheduler.policy.merges
     _limit_merging(options, switcher, memory, adapters, device, reserve=may_merge)
     memory.pool.movers.append(lambda moves: memory.move(scheduler.running, moves))
-    reader = PromptReader(options.model, config, options.video_pruning_rate or 0.0)
+    reader = PromptReader(options.model, config, options.video_pruning_rate)
     admission = Admission(
         config, reader, adapters, memory, options.limits, max_model_len, merge_is_lossy
     )

@@ -99,22 +99,20 @@ def kept_rows(images: ImageFeatures, features: torch.Tensor, rate: float) -> tor
 
     features: [rows, hidden], those for the embedding.
     """
-    clips: dict[int | None, list[list[int]]] = {}
+    clips: dict[int | None, list[torch.Tensor]] = {}  # The rows of each step, [rows of a step].
     for clip, entry in zip(images.videos_by_entry(), images.layout.tolist(), strict=True):
-        if entry[5]:
-            clips.setdefault(clip, []).append(entry)
+        first, rows, times, _, _, frames = entry
+        if frames:
+            clips.setdefault(clip, []).extend(torch.arange(first, first + rows).chunk(times))
     keep = torch.ones(len(features), dtype=torch.bool)
-    for entries in clips.values():
-        widths = {rows / steps for _, rows, steps, *_ in entries}
-        if len(widths) > 1:
+    for steps in clips.values():
+        if len({len(step) for step in steps}) > 1:
             continue  # Steps of different sizes have no places in common.
-        start, (width,) = entries[0][0], map(int, widths)
-        rows = sum(entry[1] for entry in entries)
-        steps = features[start : start + rows].view(-1, width, features.shape[1])
-        similarity = torch.cosine_similarity(steps[1:], steps[:-1], dim=2).flatten()
-        count = max(0, int(rows * (1 - rate)) - width)
-        later = keep[start + width : start + rows]
-        later[similarity.argsort(stable=True)[count:]] = False
+        shown = torch.stack(steps)
+        later, before = features[shown[1:]], features[shown[:-1]]
+        similarity = torch.cosine_similarity(later, before, dim=2).flatten()
+        count = max(0, int(shown.numel() * (1 - rate)) - shown.shape[1])
+        keep[shown[1:].flatten()[similarity.argsort(stable=True)[count:]]] = False
     return keep
 
 

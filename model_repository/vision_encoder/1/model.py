@@ -49,7 +49,7 @@ class TritonPythonModel:
             encoder,
             FeatureCache(options.feature_cache_bytes),
             context=served_context(options, config.context, options.kv_cache_tokens),
-            pruning_rate=options.video_pruning_rate or 0.0,
+            pruning_rate=options.video_pruning_rate,
         )
         exporter = self._process.export(
             lambda registry: EncoderExporter(
