@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
@@ -111,7 +112,10 @@ def test_each_alert_fires_only_for_its_simulated_fault(programs: Path) -> None:
 def test_every_query_has_data_from_a_real_server_and_its_end_fires_an_alert(
     programs: Path, checkpoint: Path, adapters_dir: Path, tmp_path: Path
 ) -> None:
-    options = ServerOptions(model=checkpoint, adapters=adapters_dir, log=tmp_path / "server.log")
+    adapters = Path(shutil.copytree(adapters_dir, tmp_path / "adapters"))
+    (adapters / "broken").mkdir()
+    (adapters / "broken" / "adapter_config.json").write_text("{")
+    options = ServerOptions(model=checkpoint, adapters=adapters, log=tmp_path / "server.log")
     with TritonServer(options) as server:
         target = f"127.0.0.1:{server.options.metrics_port}"
         asker = Asker(server.grpc_url, server.http_url, server.metrics_url)
@@ -143,7 +147,7 @@ def test_every_query_has_data_from_a_real_server_and_its_end_fires_an_alert(
             until(lambda: not queries_without_data())
             by_code = 'sum by (code) (vlora:request_errors_total{code="NOT_FOUND"})'
             until(lambda: sum(prometheus.values(by_code)) >= 1)
-            assert prometheus.firing() == set()
+            until(lambda: prometheus.firing() == {"VloraBrokenAdapters"})
             asker.close()
             server.kill()
             until(lambda: "VloraDown" in prometheus.firing())
