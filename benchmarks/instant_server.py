@@ -1,4 +1,4 @@
-"""A server that answers immediately, so that what is measured is the cost of what stands before it.
+"""A server that answers immediately, for measuring what a gateway or a proxy before it costs.
 
 usage: python -m benchmarks.instant_server PORT
 """

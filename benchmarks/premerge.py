@@ -30,7 +30,8 @@ from vlora.offline.premerge import premerge
 BUDGET_SECONDS = 6.0
 POLICIES = ("unmerge_only", "paper")
 SKEW, LOAD, SCALE = 0.7, 0.7, 1 / 8
-"""Of the served trace: share of the hot adapter, rate / the most that is served, and lengths."""
+"""Share of the hot adapter in the served trace, its rate as a share of the capacity, and the scale
+of its lengths."""
 
 
 @dataclass(kw_only=True)

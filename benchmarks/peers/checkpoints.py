@@ -1,4 +1,4 @@
-"""The files that other systems read: the decoder of a LLaVA as a Llama, and GGUF files of it."""
+"""Copies of a LLaVA's decoder for other systems: a Llama checkpoint, and GGUF files."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a system is given.
+    """Inputs of a system.
 
     module: name of the module in this package.
     llava, llama: folders of the checkpoint; llama is that of `checkpoints.llama_folder`.

@@ -25,7 +25,7 @@ from vlora.request import Output, Request
 from vlora.sampling import SamplingParams
 
 PAGES_TOKENS = 8192
-"""Number of positions of the page pool, as many as the peers have at least."""
+"""Number of positions of the page pool: room for all requests at once."""
 
 
 class System:

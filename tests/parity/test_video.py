@@ -289,7 +289,7 @@ def test_answers_about_a_pruned_video_are_those_of_the_stock_model_without_the_s
     config = load_config(family.checkpoint)
     whole = PromptReader(family.checkpoint, config).read(prompt, asked.features)
     read = PromptReader(family.checkpoint, config, 0.5).read(prompt, asked.features)
-    # The rule, one place after another.
+    # Compute with a plain loop which rows stay.
     assert whole.features is not None
     rows, width = whole.features.double(), len(whole.features) // 4
     alike = {

@@ -113,7 +113,7 @@ class Service(ABC):
         """Answer a request at once, or let it wait for another thread. Raise to refuse it."""
 
     def retry(self) -> None:
-        """Work again on requests that wait for something outside the server. Must not raise."""
+        """Try postponed requests again. Called every `watch_seconds`; must not raise."""
         return
 
     def _check_open(self) -> None:

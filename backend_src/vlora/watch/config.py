@@ -322,7 +322,7 @@ class Cameras(StrictModel):
 
 
 def _questions(name: Any, keys: dict[Any, Any]) -> dict[Any, Any]:
-    """Return a camera for each question of `asks` as NAME:QUESTION, or the one without `asks`."""
+    """Return one camera per question of `asks`, named NAME:QUESTION; without `asks`, NAME alone."""
     if "asks" not in keys:
         return {name: keys}
     asks = keys.pop("asks")
