@@ -61,7 +61,8 @@ class Scale(Benchmark):
     """Several servers behind Envoy. A cell is a part of the benchmark.
 
     envoy: what Envoy adds to a call, in turn with the server's own port.
-    bare: throughput of two servers of one core each behind Envoy, and at their own ports.
+    bare: throughput of two servers of one core each behind Envoy, at their own ports, and of one
+        of them (Table 3).
     adapters: three servers that hold 8 of 64 adapters each, by how Envoy chooses one.
     restart: unary calls and streams while two replicas restart in turn.
     """
@@ -76,7 +77,9 @@ class Scale(Benchmark):
     }
     shown: ClassVar = {
         "Envoy's cost of a call": "kind direct_ms envoy_ms added_ms",
-        "two servers of one core": "adapters direct_per_s envoy_per_s envoy_over_bare",
+        "two servers of one core": (
+            "adapters one_per_s direct_per_s envoy_per_s envoy_over_bare two_over_one"
+        ),
         "many adapters": (
             "hot rate_per_s service_ms load_ms resident answered hit_rate p50_ms p95_ms policy"
         ),
@@ -123,25 +126,28 @@ class Scale(Benchmark):
                 [(one.options.http_port, one.options.grpc_port) for one in pair]
             ) as address,
         ):
-            ways = {"direct": [one.grpc_url for one in pair], "envoy": [address]}
+            both = [one.grpc_url for one in pair]
+            ways = {"one": both[:1], "direct": both, "envoy": [address]}
             for adapters in ([], names):
                 rates: dict[str, list[float]] = {way: [] for way in ways}
                 traffic = Traffic(rate=1e6, seconds=grid["requests"] / 1e6, adapters=len(adapters))
                 traffic = replace(traffic, lengths=tuple(grid["tokens"]))
                 for turn in range(grid["rounds"] + 1):
-                    for way in (*ways,) if turn % 2 else (*reversed(ways),):
+                    for way in rotated([*ways], turn):
                         several = Several([target(one) for one in ways[way]], grid["clients"])
                         found = summarize(run(several, traffic, adapters, turn))
                         if found["errors"]:
                             raise BenchmarkError(f"requests failed: {found['errors']}")
                         if turn:  # The first round warms up.
                             rates[way].append(found["requests_per_s"])
-                direct, behind = (median(rates[way]) for way in ways)
+                one, direct, behind = (median(rates[way]) for way in ways)
                 yield {
                     "adapters": len(adapters),
+                    "one_per_s": one,
                     "direct_per_s": direct,
                     "envoy_per_s": behind,
                     "envoy_over_bare": behind / direct,
+                    "two_over_one": behind / one,
                 }
 
     def _adapters(self, grid: Mapping[str, Any]) -> Iterator[Row]:
@@ -241,8 +247,8 @@ class Scale(Benchmark):
         summary: dict[str, Any] = {
             f"envoy_added_ms_{row['kind']}": row["added_ms"] for row in self.rows if "kind" in row
         }
-        for key, worst in (("envoy_over_bare", min), ("load_over_service", min)):
-            summary[key] = worst((row[key] for row in self.rows if key in row), default=None)
+        for key in ("envoy_over_bare", "two_over_one", "load_over_service"):
+            summary[key] = min((row[key] for row in self.rows if key in row), default=None)
         for hot in {row["hot"] for row in self.rows if "hot" in row}:
             p95 = {row["policy"]: row["p95_ms"] for row in matching(self.rows, hot=hot)}
             name = "p95_over_least_request" + ("_hot" if hot else "")
