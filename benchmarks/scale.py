@@ -62,7 +62,7 @@ class Scale(Benchmark):
 
     envoy: what Envoy adds to a call, in turn with the server's own port.
     bare: throughput of two servers of one core each behind Envoy, at their own ports, and of one
-        of them (Table 3).
+        of them with half as many clients (Table 3). The clients take part of the cores.
     adapters: three servers that hold 8 of 64 adapters each, by how Envoy chooses one.
     restart: unary calls and streams while two replicas restart in turn.
     """
@@ -134,7 +134,8 @@ class Scale(Benchmark):
                 traffic = replace(traffic, lengths=tuple(grid["tokens"]))
                 for turn in range(grid["rounds"] + 1):
                     for way in rotated([*ways], turn):
-                        several = Several([target(one) for one in ways[way]], grid["clients"])
+                        clients = grid["clients"] * (1 if way == "one" else len(pair))
+                        several = Several([target(one) for one in ways[way]], clients)
                         found = summarize(run(several, traffic, adapters, turn))
                         if found["errors"]:
                             raise BenchmarkError(f"requests failed: {found['errors']}")
