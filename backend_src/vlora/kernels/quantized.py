@@ -7,6 +7,7 @@ dynamic format, x is quantized to int8, too, in groups of ACTIVATION_GROUP input
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -333,13 +334,32 @@ def multiply_dynamic(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
     totals = torch.zeros(len(x), len(values))
     for first in range(0, weight.depth, ACTIVATION_GROUP):
         some = slice(first, first + ACTIVATION_GROUP)
-        largest = x[:, some].abs().amax(dim=1, keepdim=True)
-        units = largest.clamp_min(SMALLEST_MAXIMUM) / 127
-        integers = (x[:, some] * (1 / units)).round()
-        spoiled = ~largest.isfinite()
-        sums = integers.masked_fill(spoiled, 0).double() @ values[:, some].T
-        totals += sums.float() * units.masked_fill(spoiled, torch.nan)
+        integers, units = _quantize_rows(x[:, some])
+        sums = integers.nan_to_num(0).double() @ values[:, some].T
+        totals += sums.float() * units
     return totals * weight.scales.T
+
+
+def _quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the integers of groups of activations, [..., inputs] fp32, and their units, [..., 1].
+
+    x: [..., inputs] fp32. Units are NaN in groups with a value that is not finite.
+    """
+    largest = x.abs().amax(dim=-1, keepdim=True)
+    units = largest.clamp_min(SMALLEST_MAXIMUM) / 127
+    return (x * (1 / units)).round(), units.masked_fill(~largest.isfinite(), torch.nan)
+
+
+def _rounding_errors(x: torch.Tensor) -> torch.Tensor:
+    """Return x less the values as which a dynamic format multiplies it.
+
+    x: [rows, depth] fp32.
+    """
+    rows, depth = x.shape
+    groups = torch.nn.functional.pad(x, (0, -depth % ACTIVATION_GROUP))
+    groups = groups.view(rows, -1, ACTIVATION_GROUP)
+    integers, units = _quantize_rows(groups)
+    return (groups - integers * units).view(rows, -1)[:, :depth]
 
 
 class QuantizedMatrix(Matrix):
@@ -402,3 +422,19 @@ def matrix_of(weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None)
     if isinstance(weight, QuantizedWeight):
         return QuantizedMatrix(weight, bias)
     return Matrix(weight, bias)
+
+
+def fine_product(matrix: Matrix) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that multiplies x, [rows, d_in] fp32, with a matrix without bias, but with
+    x in about 15 bits if the matrix has a dynamic format.
+
+    It adds the products with what x is rounded to, and with the rest. Both read the weight once.
+    """
+    weight = matrix.weight
+    if not (isinstance(weight, QuantizedWeight) and weight.format.dynamic):
+        return matrix
+
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        return matrix(torch.cat((x, _rounding_errors(x)))).view(2, len(x), -1).sum(0)
+
+    return multiply

@@ -15,7 +15,7 @@ from vlora.atmm import op
 from vlora.atmm.types import Segments
 from vlora.ids import MatrixId
 from vlora.kernels import ops
-from vlora.kernels.quantized import matrix_of
+from vlora.kernels.quantized import fine_product, matrix_of
 from vlora.model import step_recordings
 from vlora.model.attention import AttentionPlan
 from vlora.model.decoder_config import DecoderConfig
@@ -57,7 +57,7 @@ class Decoder:
             weights.inverse_frequencies, weights.rope_scale, config.rope_axes, device.torch_device
         )
         self._workspace = Workspace(config, device, weights.slab.dtype)
-        self._lm_head = matrix_of(weights.lm_head, None)
+        self._lm_head = fine_product(matrix_of(weights.lm_head, None))
         # Groups of projections, in the order of execution; the LM head is last.
         self.lora_groups = [adapters.group(group) for group in lora_groups(config.layers)]
         self._lm_head_lora = self.lora_groups[-1]

@@ -14,7 +14,7 @@ import torch
 
 from tests.support.atmm_problems import BF16, compiled
 from tests.support.drawing import cases_of
-from vlora import native
+from vlora import backends, native
 from vlora.atmm import tiles
 from vlora.backends import Backend
 from vlora.kernels import formats, quantized
@@ -26,6 +26,7 @@ from vlora.kernels.quantized import (
     allocate,
     arrange,
     dequantize,
+    fine_product,
     in_rows,
     preferred_rows,
     unpack,
@@ -419,6 +420,25 @@ def test_the_error_of_quantized_activations_is_that_of_their_rounding(backend: B
     halves = units.repeat_interleave(formats.ACTIVATION_GROUP, dim=1)[:, :832].double() / 2
     error = (matrix(x, backend=backend) - x.double() @ exact.T).abs()
     assert (error <= 1.001 * halves @ exact.abs().T).all()
+
+
+def test_a_fine_product_keeps_15_bits_and_has_the_same_bits_in_any_batch(backend: Backend) -> None:
+    weight = random_weight(DYNAMIC, 50, 832)
+    exact = dequantize(weight).double()
+    x = torch.randn(17, 832)
+    matrix = QuantizedMatrix(arranged(weight, backend))
+    with backends.override("kernels", backend):
+        product, coarse = fine_product(matrix)(x), matrix(x)
+        parts = [fine_product(matrix)(x[some]) for some in (slice(1), slice(1, 8), slice(8, 17))]
+    with backends.override("kernels", "reference"):
+        expected = fine_product(QuantizedMatrix(weight))(x)
+    units = x.abs().amax(dim=1, keepdim=True).double() / 127
+    # The rest of a rounding is at most half a unit, and is rounded to 1 / 254 of that.
+    allowed = units / 2 / 254 * exact.abs().sum(dim=1) + 1e-5 * x.abs().double() @ exact.abs().T
+    assert ((product - x.double() @ exact.T).abs() <= allowed).all()
+    assert ((coarse - x.double() @ exact.T).abs() > allowed).any()
+    assert torch.equal(product, expected)
+    assert torch.equal(torch.cat(parts), product)
 
 
 @pytest.mark.parametrize("bad", BAD)
