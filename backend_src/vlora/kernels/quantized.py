@@ -357,9 +357,9 @@ def _rounding_errors(x: torch.Tensor) -> torch.Tensor:
     """
     rows, depth = x.shape
     groups = torch.nn.functional.pad(x, (0, -depth % ACTIVATION_GROUP))
-    groups = groups.view(rows, -1, ACTIVATION_GROUP)
+    groups = groups.view(rows, groups.shape[1] // ACTIVATION_GROUP, ACTIVATION_GROUP)
     integers, units = _quantize_rows(groups)
-    return (groups - integers * units).view(rows, -1)[:, :depth]
+    return (groups - integers * units).flatten(1)[:, :depth]
 
 
 class QuantizedMatrix(Matrix):
@@ -435,6 +435,6 @@ def fine_product(matrix: Matrix) -> Callable[[torch.Tensor], torch.Tensor]:
         return matrix
 
     def multiply(x: torch.Tensor) -> torch.Tensor:
-        return matrix(torch.cat((x, _rounding_errors(x)))).view(2, len(x), -1).sum(0)
+        return matrix(torch.cat((x, _rounding_errors(x)))).view(2, len(x), matrix.shape[0]).sum(0)
 
     return multiply
