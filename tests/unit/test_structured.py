@@ -320,6 +320,8 @@ def test_an_invalid_structure_is_refused_with_the_reason(
 
 AGAIN = {"$ref": "#"}
 NEEDS_A = {"properties": {"a": AGAIN}, "required": ["a"]}
+NEEDS_AB = {"type": "object", "required": ["ab"]}
+B_ONLY = {"^b$": AGAIN}
 NEEDS_ITEM = {"type": "array", "items": AGAIN, "minItems": 1}
 
 
@@ -339,6 +341,15 @@ NEEDS_ITEM = {"type": "array", "items": AGAIN, "minItems": 1}
         (
             {"type": "object", "minProperties": 1, "additionalProperties": AGAIN},
             {"type": "object", "minProperties": 0, "additionalProperties": AGAIN},
+        ),
+        (NEEDS_AB | {"patternProperties": {"b$": AGAIN}}, NEEDS_AB | {"patternProperties": B_ONLY}),
+        (
+            NEEDS_AB | {"patternProperties": {"^c": {}}, "additionalProperties": AGAIN},
+            NEEDS_AB | {"patternProperties": {"^a": {}}, "additionalProperties": AGAIN},
+        ),
+        (
+            NEEDS_AB | {"properties": {"ab": {}}, "patternProperties": {"^a": AGAIN}},
+            NEEDS_AB | {"properties": {"ab": {}}, "patternProperties": {"^[^a]": AGAIN}},
         ),
         ({"allOf": [{"type": "object"}, NEEDS_A]}, NEEDS_A),
         (

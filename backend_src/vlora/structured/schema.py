@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 from urllib.parse import unquote
 
@@ -88,10 +89,7 @@ def _target(root: Any, reference: Any) -> Any:
 
 
 def _check_ends(root: Any, nodes: list[dict[str, Any]]) -> None:
-    """Refuse a schema whose values all hold a value of it again, since an answer would never end.
-
-    Patterns of names are not read, so some such schemas are not found.
-    """
+    """Refuse a schema whose values all hold a value of it again: an answer would never end."""
     ending: set[int] = set()  # Ids of schemas with a value that ends.
     before = -1
     while before < len(ending):
@@ -153,14 +151,38 @@ def _object_ends(parts: list[dict[str, Any]], ending: set[int]) -> bool:
             for key in ("properties", "patternProperties")
         )
         others = part.get("additionalProperties")
-        needed = [named.get(name, None if patterns else others) for name in required]
-        if not all(_may_end(one, ending) for one in needed):
+        if not all(_name_ends(name, named, patterns, others, ending) for name in required):
             return False
         choices = [one for one in (*named.values(), *patterns.values(), others) if one is not False]
         some = part.get("minProperties") and choices and not required
         if some and not any(_may_end(one, ending) for one in choices):
             return False
     return True
+
+
+def _name_ends(
+    name: str, named: dict[str, Any], patterns: dict[str, Any], others: Any, ending: set[int]
+) -> bool:
+    """Return whether the value of a required name needs only values of `ending`."""
+    if not _may_end(named.get(name), ending):
+        return False
+    if any(not _may_end(one, ending) and _matches(key, name) for key, one in patterns.items()):
+        return False
+    if name in named or _may_end(others, ending):
+        return True
+    return any(_matches(key, name) for key in patterns)
+
+
+@cache
+def _matches(pattern: str, name: str) -> bool:
+    """Return whether a key of `patternProperties` applies to a name, as llguidance reads it."""
+    only = {"type": "object", "patternProperties": {pattern: True}, "additionalProperties": False}
+    text = json.dumps(only)
+    grammar = llguidance.LLMatcher.grammar_from_json_schema(text, {"whitespace_flexible": False})
+    matcher = llguidance.LLMatcher(BYTES, grammar, log_level=0)
+    tokens = BYTES.tokenize_str("{" + json.dumps(name, ensure_ascii=False) + ":")
+    # A pattern that is an error is reported when the whole schema is compiled.
+    return not matcher.is_error() and matcher.validate_tokens(tokens) == len(tokens)
 
 
 def _array_ends(parts: list[dict[str, Any]], ending: set[int]) -> bool:
