@@ -26,7 +26,7 @@ from vlora.structured.structure import STRUCTURE_KEYS, Structure, read_structure
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
-MAX_WORDS = 16
+MAX_WORDS, YES = 16, "yes"  # Maximum number of `word_probabilities` besides the word "yes".
 
 MIN_TEMPERATURE = 0.01  # A lower one would lose precision of the scores. vLLM has the same limit.
 RANDOM_SEED = -1  # Stands for no seed, as in vLLM.
@@ -332,8 +332,9 @@ def _top_k(key: str, value: Any) -> int:
 
 
 def _words(key: str, value: Any) -> tuple[str, ...]:
-    expected = f"a list of at most {MAX_WORDS} words"
-    if isinstance(value, list) and len(value) > MAX_WORDS:
+    expected = f"a list of at most {MAX_WORDS} words besides '{YES}'"
+    # `vlora watch` adds this word to those of a camera, which may be as many as those of others.
+    if isinstance(value, list) and len(value) > MAX_WORDS + (YES in value):
         raise wrong_value(key, value, expected)
     return () if value is None or value == [] else read_texts(key, value, expected)
 

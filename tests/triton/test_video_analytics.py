@@ -103,6 +103,8 @@ def test_probabilities_of_words_are_reported_if_they_are_asked_for(ask: Asker) -
     words = result_of(ask, sampling_parameters=keys, **question)["word_probabilities"]
     assert list(words) == ["yes", "red"]
     assert 0.0 < sum(words.values()) < 1.0
+    one = result_of(ask, sampling_parameters=keys | {"max_tokens": 1}, **question)
+    assert one["word_probabilities"] == pytest.approx(words, rel=1e-4), "one token is enough"
     assert "word_probabilities" not in result_of(ask, **question)
     with pytest.raises(Refused, match="INVALID_ARG: 'word_probabilities' has 'zebra', which is no"):
         ask.once(ANALYTICS, sampling_parameters={"word_probabilities": ["zebra"]}, **question)

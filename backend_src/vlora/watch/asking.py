@@ -26,6 +26,7 @@ from vlora.net import (
     port_hint,
     routing_headers,
 )
+from vlora.sampling import YES
 from vlora.watch.answers import Answer
 from vlora.watch.chunks import Chunk
 from vlora.watch.config import Camera
@@ -33,7 +34,7 @@ from vlora.watch.pixels import Shot
 
 MODEL = "video_analytics"
 SETUP_SECONDS = 5.0
-WORDS, YES = "word_probabilities", "yes"  # Key of requests and of `result`, and its word.
+WORDS = "word_probabilities"  # Key of requests and of `result`.
 EXTRA_SECONDS = 5.0  # Time for an answer beyond its deadline, which the server keeps.
 
 
@@ -112,7 +113,7 @@ class Analytics:
         words = keys.get(WORDS) or []
         is_asked = any(rule.when.yes_probability is not None for rule in camera.alerts)
         if is_asked and isinstance(words, list):  # The server refuses anything else.
-            keys[WORDS] = [*words, YES]
+            keys[WORDS] = words if YES in words else [*words, YES]
         strings: dict[str, Sequence[bytes]] = {
             "text_input": [camera.question.encode()],
             "sampling_parameters": [json.dumps(keys).encode()],

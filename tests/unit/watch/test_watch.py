@@ -30,6 +30,7 @@ from vlora.cli import app
 from vlora.cli.common import console
 from vlora.cli.watch import shows_table
 from vlora.errors import ServerError
+from vlora.sampling import SamplingParams
 from vlora.watch.camera import Mailbox, Pauses, open_source
 from vlora.watch.chunks import Chunk
 from vlora.watch.config import Camera
@@ -122,7 +123,8 @@ def test_skipped_chunks_count_for_alerts_as_the_last_answer(start, triton, tmp_p
 
 def test_the_probability_of_yes_is_asked_for_beside_the_words_of_a_camera(start, triton):
     alerts = {"alerts": [{"name": "any", "when": {"yes_probability": 0.5}}]}
-    words = {"null": None, "list": ["no"], "text": "no"}
+    sixteen = [f"w{i}" for i in range(16)]
+    words = {"null": None, "list": ["no"], "text": "no", "yes": ["yes"], "sixteen": sixteen}
     cameras = {
         name: QUICK | alerts | {"sampling": {"word_probabilities": value}}
         for name, value in words.items()
@@ -131,7 +133,10 @@ def test_the_probability_of_yes_is_asked_for_beside_the_words_of_a_camera(start,
     until(lambda: all(run[name].counts.answered for name in ("plain", *words)), 10)
     sent = [json.loads(one["sampling_parameters"][0]) for one in triton.requests]
     found = {keys["stream_id"].rpartition("-")[2]: keys.get("word_probabilities") for keys in sent}
-    assert found == {"plain": None, "null": ["yes"], "list": ["no", "yes"], "text": "no"}
+    lists = {"list": ["no", "yes"], "yes": ["yes"], "sixteen": [*sixteen, "yes"]}
+    assert found == {"plain": None, "null": ["yes"], "text": "no"} | lists
+    parsed = SamplingParams.parse({"word_probabilities": found["sixteen"]})
+    assert len(parsed.word_probabilities) == 17, "the server accepts them"
 
 
 def test_when_the_server_is_full_the_camera_of_lowest_priority_yields(start, triton):
