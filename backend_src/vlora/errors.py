@@ -10,7 +10,7 @@ import difflib
 import re
 import reprlib
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from vlora.file_names import decoded, printable
 
@@ -27,6 +27,12 @@ class VLoraError(Exception):
     @property
     def message(self) -> str:
         return str(self)
+
+    def copy(self) -> Self:
+        """Return an equal error to store or to raise. Each raise of an error adds to its traceback,
+        whose frames keep the values of the functions that it passed through.
+        """
+        return type(self)(*self.args)
 
     def __str__(self) -> str:
         text = super().__str__()

@@ -13,9 +13,10 @@ import struct
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from itertools import islice
 from pathlib import Path
 from queue import SimpleQueue
 from types import MappingProxyType
@@ -43,6 +44,11 @@ LOOK_SECONDS, MAX_CORE_SHARE = 0.5, 0.02
 # Maximum seconds between two scans. A change takes effect after two scans and a load. The
 # documentation promises five seconds for this.
 MAX_LOOK_SECONDS = 1.5
+
+REPORT_SECONDS = 0.2  # Minimum seconds between two reports of a reader that goes on reading.
+# Maximum number of adapters that the log names when many change at once, and the text about others.
+MAX_LOGGED = 100
+CANNOT_BE_LOADED = "cannot be loaded; `vlora adapters check` names all"
 
 MAX_HINT_LENGTH = 256  # Maximum length of an unknown name for which similar names are suggested.
 
@@ -206,8 +212,9 @@ class FolderWatch:
     find: Callable[[], Mapping[str, Path]]
     changed: Callable[[Mapping[str, tuple[Path, Stamp]]], None]
     retry: Callable[[], None] = lambda: None
-    _reported: dict[str, tuple[Path, Stamp]] = field(default_factory=dict)
-    # Folder and stamp of each name at the last scan, and when it was first seen like this.
+    _reported: Mapping[str, tuple[Path, Stamp]] = field(default_factory=dict)
+    # Folder and stamp at the last scan of each name that differs from what was reported, and when
+    # it was first seen like this.
     _seen: dict[str, tuple[Path, Stamp, float]] = field(default_factory=dict)
     _folders: Mapping[str, Path] = field(default_factory=dict)
     _paths: list[bytes] = field(default_factory=list)
@@ -263,9 +270,12 @@ class FolderWatch:
             return
         self._stamps = stamps
         self._settled = True
+        found = zip(folders, zip(folders.values(), stamps, strict=True), strict=True)
+        # Folders may be 100,000, of which few change.
+        different = [(name, one) for name, one in found if self._reported.get(name) != one]
         seen, self._seen = self._seen, {}
-        versions = {}
-        for (name, folder), stamp in zip(folders.items(), stamps, strict=True):
+        versions = {name: one for name, one in self._reported.items() if name in folders}
+        for name, (folder, stamp) in different:
             version = self._version_of(name, folder, stamp, seen.get(name), now)
             if version is not None and (version[1] != EMPTY or name in self._reported):
                 versions[name] = version
@@ -330,33 +340,36 @@ class FolderReader:
     max_bytes: maximum size of one adapter's weights in fp32.
     allowed_bytes: returns the maximum size of all weights that this reader has read and will read.
         Of an adapter whose weights would exceed it, only the declarations are read.
-    report, clock: called with each result; returns seconds.
+    report: called with results, at most some tenths of a second after the first of them.
+    clock: returns seconds.
     stamps: folder and stamp of each name when it was last read. The mapping is only replaced.
     """
 
     model: ModelShape
     max_bytes: int
     allowed_bytes: Callable[[], float]
-    report: Callable[[FolderResult], None]
+    report: Callable[[Sequence[FolderResult]], None]
     clock: Callable[[], float] = time.monotonic
     stamps: Mapping[str, tuple[Path, Stamp]] = field(default_factory=dict)
     _read_bytes: int = 0
     _retries: dict[str, Backoff] = field(default_factory=dict)
     _to_retry: SimpleQueue[tuple[str, float]] = field(default_factory=SimpleQueue)
+    _results: list[FolderResult] = field(default_factory=list)
+    _reported_at: float = 0.0
 
     def update(self, folders: Mapping[str, tuple[Path, Stamp]]) -> None:
         """Read the folders that are new or changed, in order of name, and report removed ones and
         all failures. `folders` has the folder and stamp of every present name.
         """
         before = self.stamps
-        for name in before.keys() - folders.keys():
-            log.info("adapter '%s' was removed", as_text(name))
+        removed = before.keys() - folders.keys()
+        for name in removed:
             self._retries.pop(name, None)
-            self.report(FolderRemoved(name))
-        for name, (folder, stamp) in sorted(folders.items()):
-            if before.get(name) != (folder, stamp):
-                self._read(name, folder, stamp)
-        self.stamps = dict(folders)
+            self._add(FolderRemoved(name))
+        _log_first(logging.INFO, removed, "adapter '{}' was removed", "were removed")
+        changed = [one for one in folders.items() if before.get(one[0]) != one[1]]
+        self._read_all((name, *version) for name, version in sorted(changed))
+        self.stamps = folders
 
     def read_again(self, name: str) -> None:
         """Mark a folder so that `retry` reads it again. Safe to call from any thread."""
@@ -368,14 +381,44 @@ class FolderReader:
         while not self._to_retry.empty():
             name, failed_at = self._to_retry.get()
             self._retries.setdefault(name, Backoff()).failed(failed_at)
-        for name in sorted(name for name, wait in self._retries.items() if wait.due <= now):
-            folder, stamp = self.stamps.get(name, (None, b""))
-            if folder is None:
-                del self._retries[name]
-            elif stamp_of(folder) == stamp:
-                self._read(name, folder, stamp)
+        due = sorted(name for name, wait in self._retries.items() if wait.due <= now)
+        for name in [name for name in due if name not in self.stamps]:
+            del self._retries[name]
+        versions = [(name, *self.stamps[name]) for name in due if name in self.stamps]
+        self._read_all(one for one in versions if stamp_of(one[1]) == one[2])
 
-    def _read(self, name: str, folder: Path, stamp: Stamp) -> None:
+    def _read_all(self, folders: Iterable[tuple[str, Path, Stamp]]) -> None:
+        failed, vague = [], []
+        self._reported_at = time.monotonic()
+        for name, folder, stamp in folders:
+            result = self._read(name, folder, stamp)
+            self._add(result)
+            if isinstance(result, FolderFailed):
+                failed.append(str(result.error))
+            elif len((info := result.handle.info).tasks) > 1 and info.own_task is None:
+                vague.append(name)
+        self._report()
+        _log_first(logging.WARNING, failed, "{}", CANNOT_BE_LOADED)
+        _log_first(
+            logging.WARNING,
+            vague,
+            "adapter '{}' has several tasks and no 'default_task' in its vlora.json: messages that"
+            " name no task get the checkpoint's chat template",
+            "have several tasks and no 'default_task' in their vlora.json",
+        )
+
+    def _add(self, result: FolderResult) -> None:
+        self._results.append(result)
+        if time.monotonic() - self._reported_at >= REPORT_SECONDS:
+            self._report()
+
+    def _report(self) -> None:
+        # The receiver's work for each report grows with the number of all adapters.
+        if self._results:
+            self.report(self._results)
+        self._results, self._reported_at = [], time.monotonic()
+
+    def _read(self, name: str, folder: Path, stamp: Stamp) -> FolderRead | FolderFailed:
         try:
             description, adapter = self._read_files(name, folder, stamp)
         except BaseException as error:  # A panic of a Rust library is not an Exception.
@@ -384,17 +427,10 @@ class FolderReader:
                 self._retries.setdefault(name, Backoff()).failed(self.clock())
             else:
                 self._retries.pop(name, None)
-            self.report(FolderFailed(name, as_adapter_error(name, folder, error), transient))
-            return
+            return FolderFailed(name, as_adapter_error(name, folder, error).copy(), transient)
         self._retries.pop(name, None)
         self._read_bytes += 0 if adapter is None else description.host_bytes
-        if len(description.info.tasks) > 1 and description.info.own_task is None:
-            log.warning(
-                "adapter '%s' has several tasks and no 'default_task' in its vlora.json: messages"
-                " that name no task get the checkpoint's chat template",
-                as_text(name),
-            )
-        self.report(FolderRead(AdapterHandle(name, folder, stamp, description), adapter))
+        return FolderRead(AdapterHandle(name, folder, stamp, description), adapter)
 
     def _read_files(
         self, name: str, folder: Path, stamp: Stamp
@@ -410,6 +446,14 @@ class FolderReader:
         # Otherwise, engine and encoder could apply different weights as one version of the adapter.
         _require_unchanged(name, folder, stamp)
         return description, adapter
+
+
+def _log_first(level: int, items: Collection[str], text: str, rest: str) -> None:
+    """Log a text for each of the first MAX_LOGGED items, and the number of others in one line."""
+    for item in islice(items, MAX_LOGGED):
+        log.log(level, "%s", text.format(as_text(item)))
+    if len(items) > MAX_LOGGED:
+        log.log(level, "%d more adapters %s", len(items) - MAX_LOGGED, rest)
 
 
 def _require_unchanged(name: str, folder: Path, stamp: Stamp) -> None:
@@ -460,7 +504,7 @@ class NameTable:
     def handle(self, name: str) -> AdapterHandle:
         """Return the version of a name. Raises NotFound, or the error of a broken adapter."""
         if name in self.broken:
-            raise self.broken[name]
+            raise self.broken[name].copy()
         if name not in self.current:
             hint = known_names(name, self.names, self.similar(name))
             raise NotFound(f"unknown adapter '{name}'{hint}")

@@ -162,7 +162,7 @@ class AdapterStore:
         self.tiers = AdapterTiers(model, dtype, host_bytes, device)
         self.slots = self.tiers.slots
         self.workers = Workers()
-        self.folders = FolderReader(model, max_bytes, self._allowed_bytes, self._post_folder)
+        self.folders = FolderReader(model, max_bytes, self._allowed_bytes, self._post_folders)
         self._packs_inline = device.in_host_memory
         self._inline_bytes_left = 0
         # The last result of `loaded`, and the state of the tiers at that time.
@@ -282,8 +282,12 @@ class AdapterStore:
         # reader reads them in the opposite order, so its sum is never too large.
         return self._taken_bytes + self.tiers.host.free_bytes
 
-    def _post_folder(self, result: FolderResult) -> None:
-        self.workers.post(partial(self._apply_folder, result))
+    def _post_folders(self, results: Sequence[FolderResult]) -> None:
+        self.workers.post(partial(self._apply_folders, results))
+
+    def _apply_folders(self, results: Sequence[FolderResult]) -> None:
+        for result in results:
+            self._apply_folder(result)
 
     def _apply_folder(self, result: FolderResult) -> None:
         match result:
@@ -298,7 +302,6 @@ class AdapterStore:
                         self.tiers.host.add(handle, adapter)
                     self._taken_bytes += size
             case FolderFailed(name, error, transient):
-                log.warning("%s", error)
                 # If the new version cannot be read for the moment, the old one continues to serve.
                 if not transient or self._names.current(name) is None:
                     self.tiers.retire(self._names.set(name, error))
@@ -422,7 +425,7 @@ class AdapterStore:
                 log.warning("loading adapter '%s' is tried again: %s", as_text(handle.name), error)
                 self.tiers.undo(handle)
                 return
-        reason = as_adapter_error(handle.name, handle.folder, error)
+        reason = as_adapter_error(handle.name, handle.folder, error).copy()
         self.tiers.fail(handle, reason)
         if self._names.current(handle.name) is handle:
             log.warning("%s", reason)

@@ -300,8 +300,9 @@ def _announce(
     print_labelled("ready", "bold green", f"in {seconds:.1f} s: {models}")
     print_plain(f"model     {options.model}")
     print_plain(f"adapters  {options.adapters or 'none; name a folder with --adapters'}")
-    if broken := server.broken_adapters():
-        _print_broken(broken)
+    reasons, others = server.broken_adapters()
+    if reasons:
+        _print_broken(reasons, others)
     print_plain(f"HTTP      {server.http_url}")
     print_plain(f"gRPC      {server.grpc_url}")
     print_plain(f"metrics   {server.metrics_url}")
@@ -323,8 +324,8 @@ def _announce(
     print_plain("Press Ctrl-C to stop the server.")
 
 
-def _print_broken(reasons: Sequence[str]) -> None:
-    print_plain(f"{common.counted(len(reasons), 'adapter')} failed to load:")
+def _print_broken(reasons: Sequence[str], others: int) -> None:
+    print_plain(f"{common.counted(len(reasons) + others, 'adapter')} failed to load:")
     for reason in reasons[:MAX_NAMES]:
         print_plain(f"  {reason}")
     if len(reasons) > MAX_NAMES:

@@ -181,7 +181,7 @@ class EngineMemory:
                 if adapter.retired and sequence.held_adapter is None:
                     self._use_present_version(queue, sequence, adapter.name)
                 elif adapter.error is not None:
-                    raise adapter.error
+                    raise adapter.error.copy()
             except VLoraError as error:
                 yield sequence.id, error
 

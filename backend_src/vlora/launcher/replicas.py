@@ -198,7 +198,7 @@ class Replicas(Addressed):
     def log(self) -> Path:
         return self.replicas[0].server.log
 
-    def broken_adapters(self) -> list[str]:
+    def broken_adapters(self) -> tuple[list[str], int]:
         return self.replicas[0].server.broken_adapters()
 
     def failure(self) -> str | None:

@@ -244,8 +244,8 @@ class TritonServer(Addressed):
             return server_log.why_it_did_not_start(server_log.read_end(self.log))
         return server_log.why_it_failed(server_log.read_end(self.log, self._ready_at))
 
-    def broken_adapters(self) -> list[str]:
-        """Return which adapters failed to load and why, according to the log."""
+    def broken_adapters(self) -> tuple[list[str], int]:
+        """Return which adapters failed to load and why, and the number of others, from the log."""
         return server_log.broken_adapters(server_log.read_end(self.log))
 
     def _repository(self) -> Path:

@@ -26,6 +26,8 @@ _USAGE = re.compile("unrecognized option|Unexpected argument|option .* requires 
 _INFORMATION = re.compile(r"I\d{4} \d\d:\d\d:")
 _FAILED = re.compile(r".*?failed to load '.*?'( version \d+)?")
 _BROKEN = re.compile(r"^W\d{4} .*?\] \"\[lmm\] (adapter '(.*?)': .*)\"$")
+# The log names only the first of many adapters (`MAX_LOGGED` in adapters/catalog.py).
+_MORE_BROKEN = re.compile(r"^W\d{4} .*?\] \"\[lmm\] (\d+) more adapters cannot be loaded")
 
 
 def create(path: Path) -> IO[bytes]:
@@ -99,11 +101,15 @@ def why_it_failed(log_since_ready: str, lines: int = 12) -> str:
     return "\n".join(_without_noise(problems)[-lines:])
 
 
-def broken_adapters(log: str) -> list[str]:
-    """Return for each adapter that could not be loaded its name and its last reason."""
-    matches = (_BROKEN.match(line) for line in log.splitlines())
+def broken_adapters(log: str) -> tuple[list[str], int]:
+    """Return name and last reason of each named adapter that could not be loaded, and the number of
+    others.
+    """
+    lines = log.splitlines()
+    matches = filter(None, map(_BROKEN.match, lines))
     # Triton puts messages into quotes, and a backslash before a quote in them.
-    return list({match[2]: match[1].replace('\\"', '"') for match in matches if match}.values())
+    reasons = {match[2]: match[1].replace('\\"', '"') for match in matches}
+    return [*reasons.values()], sum(int(m[1]) for m in map(_MORE_BROKEN.match, lines) if m)
 
 
 def _without_noise(lines: list[str]) -> list[str]:

@@ -108,7 +108,7 @@ class VisionAdapters:
         if described is None or described.stamp != stamp:
             described = self._described[name] = self._describe(name, folder, stamp)
         if described.error is not None:
-            raise described.error
+            raise described.error.copy()
         if described.reader is None:
             return None
         part = self._parts.get(name)
@@ -139,7 +139,7 @@ class VisionAdapters:
                 error = as_adapter_error(name, folder, failure)
                 if is_transient(failure):
                     raise error from failure
-                return _Described(stamp, error=error)
+                return _Described(stamp, error=error.copy())
             return _Described(stamp, description.vision)
 
     def _check_layers(self, name: str, reader: WeightsReader | None) -> None:

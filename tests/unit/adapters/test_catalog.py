@@ -18,6 +18,7 @@ import pytest
 from tests.support.adapter_store import no_free_descriptors, small_model, write_adapter
 from vlora.adapters import catalog
 from vlora.adapters.catalog import (
+    CANNOT_BE_LOADED,
     HINT_NEIGHBOURS,
     MAX_HINT_LENGTH,
     FolderWatch,
@@ -30,8 +31,9 @@ from vlora.adapters.catalog import (
 from vlora.adapters.errors import ErrorFactory
 from vlora.adapters.files import Adapter, load_adapter, read_adapter
 from vlora.adapters.routing import MAX_WORDS, Router, Skill, read_skills, usual_words
+from vlora.adapters.store import AdapterStore
 from vlora.adapters.tensors import WeightsReader
-from vlora.errors import InvalidArgument, NotFound
+from vlora.errors import AdapterBroken, InvalidArgument, NotFound
 
 
 class Watched:
@@ -135,6 +137,85 @@ def test_the_core_and_python_find_the_same_folders_and_stamps(
     monkeypatch.setattr(catalog, "_native", lambda: None)
     assert catalog.stamps_of(paths) == stamps
     assert catalog.folders_in(root) == names
+
+
+def broken_folders(root: Path, count: int) -> None:
+    for index in range(count):
+        (root / f"b{index:03}").mkdir()
+        (root / f"b{index:03}" / "adapter_config.json").write_text("{")
+
+
+def test_of_many_broken_folders_the_log_names_the_first_and_a_new_one_is_read_alone(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(catalog, "MAX_LOGGED", 2)
+    caplog.set_level("INFO")
+    broken_folders(root, 50)
+    store = AdapterStore(small_model())
+    store.load(find_folders(root, {}))
+    assert len(store.table.broken) == 50
+    assert [line[:14] for line in caplog.messages[:2]] == ["adapter 'b000'", "adapter 'b001'"]
+    assert caplog.messages[2:] == [f"48 more adapters {CANNOT_BE_LOADED}"]
+
+    looked: list[str] = []
+    version_of = FolderWatch._version_of
+    monkeypatch.setattr(
+        FolderWatch, "_version_of", lambda *a: (looked.append(a[1]), version_of(*a))[1]
+    )
+    watch = FolderWatch(catalog.FolderFinder(root, {}), store.folders.update)
+    watch._reported = store.folders.stamps
+    write_adapter(root / "new", 1)
+    for second in (0.0, catalog.SETTLED_SECONDS):
+        watch.look(second)
+    store.apply()
+    assert looked == ["new", "new"], "folders that have not changed are only compared"
+    assert "new" in store.names()
+    for folder in root.glob("b*"):
+        shutil.rmtree(folder)
+    watch.look(9.0)
+    assert len(caplog.messages[3:]) == 3
+    assert caplog.messages[-1] == "48 more adapters were removed"
+
+
+def test_results_of_many_folders_come_together(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken_folders(root, 20)
+    store = AdapterStore(small_model())
+    reports: list[int] = []
+    monkeypatch.setattr(store.folders, "report", lambda results: reports.append(len(results)))
+    found = {name: (path, stamp_of(path)) for name, path in find_folders(root, {}).items()}
+    store.folders.update(found)
+    assert reports == [len(found)]
+    monkeypatch.setattr(catalog, "REPORT_SECONDS", 0.0)
+    store.folders.stamps = {}
+    store.folders.update(found)
+    assert reports[1:] == [1] * len(found), "but none waits for long"
+    store.close()
+
+
+def test_an_error_of_a_broken_adapter_keeps_no_request_and_no_file(root: Path) -> None:
+    broken_folders(root, 1)
+    store = AdapterStore(small_model())
+    store.load(find_folders(root, {}))
+
+    class Held:
+        pass
+
+    held = Held()
+    alive = weakref.ref(held)
+
+    def ask(value: Held) -> None:
+        store.handle("b000")
+
+    for _ in range(3):
+        with pytest.raises(AdapterBroken, match="b000") as raised:
+            ask(held)
+        del raised
+    del held
+    gc.collect()
+    assert alive() is None
+    stored = store.table.broken["b000"]
+    assert stored.__traceback__ is stored.__cause__ is stored.__context__ is None
+    store.close()
 
 
 def test_a_finder_returns_the_same_object_until_a_folder_is_added_or_removed(root: Path) -> None:
