@@ -42,6 +42,9 @@ MAX_BACK_SECONDS = 1.0
 MIN_LATE_SECONDS = 2.0
 # A packet that took longer to arrive was waited for, so no older ones are queued.
 WAITED_SECONDS = 0.005
+# Packets are read at most so fast, beyond those of some seconds that may come at once. Cameras send
+# some hundred per second. More, such as endless empty pictures, would take a core.
+MAX_PACKETS_PER_SECOND, MAX_AHEAD_SECONDS = 1000, 5.0
 # How much faster than ours a camera's clock may run, as a share. Crystals differ by a tenth of it.
 MAX_DRIFT = 1e-3
 
@@ -200,7 +203,7 @@ class VideoStream:
     def _packets(self) -> Iterator[tuple[Any, float, bool]]:
         """Yield packets, their Unix times, and whether they come too late to be decoded."""
         is_late = False
-        asked = seen = time.monotonic()
+        asked = seen = due = time.monotonic()
         for packet in self._container.demux():
             now = time.monotonic()
             if packet.stream is self._stream and packet.size:
@@ -220,6 +223,9 @@ class VideoStream:
             elif now - seen > self._camera.timeout_seconds and self._is_live:
                 # Sound alone does not end the time-out of FFmpeg.
                 raise SourceError(f"{self._camera.shown_url}: no video for {now - seen:.1f} s")
+            due = max(due, now) + 1 / MAX_PACKETS_PER_SECOND
+            if self._is_timed and due > now + MAX_AHEAD_SECONDS:
+                time.sleep(due - now - MAX_AHEAD_SECONDS)
             asked = time.monotonic()
 
     def _has_caught_up(self, at: float, waited: float) -> bool:

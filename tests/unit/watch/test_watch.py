@@ -38,6 +38,7 @@ from vlora.watch.counts import StreamCounts
 from vlora.watch.pixels import View
 from vlora.watch.ring import PacketRing
 from vlora.watch.sinks import JsonLinesOptions
+from vlora.watch.sources import SourceError
 from vlora.watch.table import LIVE_HEADS, SUMMARY_HEADS, line, live_row, summary_row
 
 FULL = "in ensemble 'video_analytics', UNAVAILABLE: the queue is full: 9 requests are waiting"
@@ -486,3 +487,15 @@ def test_without_a_server_the_command_says_how_to_start_one(triton, tmp_path):
     assert done.returncode == 1
     assert "no server answers at 127.0.0.1:9" in done.stderr
     assert "vlora serve" in done.stderr
+
+
+def test_endless_empty_pictures_are_read_slowly_and_end_with_a_reason(monkeypatch):
+    pytest.importorskip("av", reason="the package `av` is not installed")
+    monkeypatch.setattr("vlora.watch.streams.MAX_AHEAD_SECONDS", 0.1)
+    part = b"--b\r\ncontent-type: image/jpeg\r\ncontent-length: 0\r\n\r\n\r\n"
+    kind = "content-type: multipart/x-mixed-replace; boundary=b"
+    with http_server(lambda: response("200 OK", part * 20_000, kind)) as (port, _):
+        camera = Camera(url=f"http://127.0.0.1:{port}/", timeout_seconds=0.5)
+        source = open_source(camera, PacketRing(0.0, 0.0), StreamCounts())
+        with closing(source), pytest.raises(SourceError, match="no video for 0"):
+            list(source.frames(lambda: 0.0))
