@@ -3,7 +3,9 @@
 Quiet and hostile phases alternate on one server under the same healthy load, so that a slow machine
 affects both. Hostile clients send images that keep a codec busy, numbers of absurd size, and
 uploads that never end. Meanwhile an adapter folder is replaced by versions that are too large, lack
-their head, are broken, or are half written. For a while files cannot be opened.
+their head, are broken, or are half written. Another is exchanged for one of two versions, by
+renames and removals while it is read, and each answer must be that of one version. For a while
+files cannot be opened.
 
 usage: python -m tests.programs.hostile_hour --cycles 5 --seconds 30 --json figures.json
 """
@@ -22,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +39,7 @@ from tests.support.triton_client import Asker, Refused, asking, picture, serving
 from vlora.launcher.repository import ServerOptions
 from vlora.launcher.server import TritonServer
 
-VICTIM = "victim"
+VICTIM, EXCHANGED = "victim", "exchanged"
 HEALTHY_CLIENTS = 4
 PAUSE_SECONDS = 0.02
 """Pause of a client between two requests."""
@@ -54,9 +56,11 @@ HEAD = {
 }
 VERSIONS = (
     AdapterSpec("sound", 8, ATTENTION, description=HEAD, labels=("cat", "dog")),
+    AdapterSpec("other", 8, ATTENTION, description=HEAD, labels=("cat", "dog")),
     AdapterSpec("headless", 8, ATTENTION),
     AdapterSpec("large", 256, ATTENTION + FEED_FORWARD, description=HEAD, labels=("cat", "dog")),
 )
+SOUND = ("sound", "other")
 WEIGHTS = "adapter_model.safetensors"
 
 ABSURD: tuple[Any, ...] = (
@@ -87,11 +91,15 @@ class Figures:
     """The results of all cycles.
 
     outcomes: numbers of answers and errors of the hostile requests, by client and code.
+    descriptors, megabytes: open file descriptors and resident memory of each model's process after
+        each cycle.
     """
 
     quiet: Phase
     hostile: Phase
     outcomes: Counter[str]
+    descriptors: dict[str, list[int]]
+    megabytes: dict[str, list[int]]
 
     def ratio(self, percent: float) -> float:
         """Return a percentile of healthy requests in hostile phases over that in quiet phases."""
@@ -109,6 +117,8 @@ class Figures:
         } | {
             **{f"p{p}_ratio": round(self.ratio(p), 2) for p in (50, 90, 99)},
             "outcomes": dict(sorted(self.outcomes.items())),
+            "descriptors": self.descriptors,
+            "megabytes": self.megabytes,
         }
 
 
@@ -129,6 +139,7 @@ class HostileHour:
         self._numbers = itertools.cycle(cases)
         self._questions = list(self._healthy_questions())
         self._answers = [self._answer(question) for question in self._questions]
+        self._of_versions = {self._ask_about(version) for version in SOUND}
         bombs = [
             [jpeg_with_scans(2000, 3000)],
             [run_length_bmp(3000, 1000)],
@@ -142,18 +153,26 @@ class HostileHour:
 
     def run(self, cycles: int, seconds: float) -> Figures:
         """Alternate quiet and hostile phases of this duration."""
-        figures = Figures(Phase(), Phase(), self._outcomes)
+        models = self._server.models
+        left: tuple[dict[str, list[int]], ...] = ({m: [] for m in models}, {m: [] for m in models})
+        figures = Figures(Phase(), Phase(), self._outcomes, *left)
         hostile = [
             *[self._send_bombs] * 2,
             self._send_numbers,
             self._replace_adapter,
             self._ask_victim,
+            self._exchange_adapter,
+            self._ask_exchanged,
             self._use_up_files,
             *[self._upload_slowly] * 2,
         ]
         for _ in range(cycles):
             self._phase(figures.quiet, [], seconds)
             self._phase(figures.hostile, hostile, seconds)
+            for model, pid in models.items():
+                process = psutil.Process(pid)
+                figures.descriptors[model].append(process.num_fds())
+                figures.megabytes[model].append(process.memory_info().rss >> 20)
         return figures
 
     def _phase(self, phase: Phase, hostile: Sequence[Callable[[], None]], seconds: float) -> None:
@@ -214,11 +233,14 @@ class HostileHour:
 
     # -- hostile clients ---------------------------------------------------------------------
 
-    def _hostile(self, name: str, model: str, **values: Any) -> None:
-        """Send a request, and count whether it is answered or refused."""
+    def _hostile(
+        self, name: str, model: str, right: Collection[str] | None = None, **values: Any
+    ) -> None:
+        """Send a request, and count whether it is answered or refused. right: possible answers."""
         try:
-            self._ask.once(model, timeout=BOMB_SECONDS, **values)
-            outcome = "answered"
+            answer = self._ask.once(model, timeout=BOMB_SECONDS, **values)
+            is_right = right is None or answer["text_output"] in right
+            outcome = "answered" if is_right else f"uncoded: wrong {answer['text_output']!r}"
         except Refused as error:
             known = [code for code in CODES if f"{code}: " in error.message]
             outcome = known[0] if known else f"uncoded: {error.message[:200]}"
@@ -248,6 +270,35 @@ class HostileHour:
             question = {"text_input": "hello", "task": task, "sampling_parameters": keys}
             self._hostile("victim", "lmm_unary", **question)
             time.sleep(PAUSE_SECONDS)
+
+    @staticmethod
+    def _about(adapter: str) -> dict[str, Any]:
+        keys = {"lora_name": adapter, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+        return {"text_input": "what is it?", "task": "vqa", "sampling_parameters": keys}
+
+    def _ask_about(self, adapter: str) -> str:
+        return str(self._ask.once("lmm_unary", **self._about(adapter))["text_output"])
+
+    def _ask_exchanged(self) -> None:
+        while not self._stop.is_set():
+            self._hostile("exchanged", "lmm_unary", self._of_versions, **self._about(EXCHANGED))
+            time.sleep(PAUSE_SECONDS)
+
+    def _exchange_adapter(self) -> None:
+        """Exchange the folder many times in a row, then leave it as long as the server waits."""
+        folder, staged, old = (self._adapters / n for n in (EXCHANGED, ".staged", ".old"))
+        for count, version in enumerate(itertools.cycle(SOUND)):
+            shutil.copytree(self._versions / version, staged)
+            if count % 3:
+                folder.rename(old)
+                staged.rename(folder)
+                shutil.rmtree(old)
+            else:
+                shutil.rmtree(folder)
+                staged.rename(folder)
+            # The server reads a folder whose files have not changed for a second.
+            if self._stop.wait(0.01 if count % 20 else random.uniform(0.9, 1.9)):
+                return
 
     def _replace_adapter(self) -> None:
         """Put one version after another into the folder, at last a valid one."""
@@ -345,7 +396,8 @@ def hostile_hour(
     versions = make_adapters(checkpoint, scratch / "versions", VERSIONS, seed=9)
     served = scratch / "adapters"
     shutil.copytree(adapters, served)
-    shutil.copytree(versions / "sound", served / VICTIM)
+    for name, version in ((VICTIM, "sound"), (EXCHANGED, "sound"), *zip(SOUND, SOUND, strict=True)):
+        shutil.copytree(versions / version, served / name)
     paths = {"model": str(checkpoint), "adapters": str(served)}
     server_options = ServerOptions(
         model_json={**paths, **POOL, **options}, log=scratch / "tritonserver.log"

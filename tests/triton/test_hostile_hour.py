@@ -8,6 +8,8 @@ import pytest
 
 from tests.programs.hostile_hour import hostile_hour
 
+MAX_MORE_DESCRIPTORS = 16  # Of processes that decode images, or of a folder that is being read.
+
 
 @pytest.mark.alone
 def test_healthy_requests_keep_their_answers_under_attack(
@@ -25,3 +27,6 @@ def test_healthy_requests_keep_their_answers_under_attack(
     faults = [name for name in figures.outcomes if "uncoded" in name or "INTERNAL" in name]
     assert faults == []
     assert figures.ratio(50) <= 2
+    assert figures.outcomes["exchanged answered"]
+    for model, counts in figures.descriptors.items():
+        assert max(counts) <= counts[0] + MAX_MORE_DESCRIPTORS, (model, counts)
