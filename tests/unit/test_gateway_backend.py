@@ -141,6 +141,19 @@ def test_a_server_with_tls_is_asked_by_the_name_in_its_certificate(
                 asyncio.run(describe(wrong))
 
 
+def test_a_description_that_has_not_changed_is_the_same_object(address: str) -> None:
+    async def describe() -> list[Any]:
+        async with client(address) as asked:
+            first = await asked.describe()
+            asked._described = None
+            return [first, await asked.describe()]
+
+    with serving(address) as server:
+        first, second = asyncio.run(describe())
+    assert server.calls == 2
+    assert first is second
+
+
 def test_servers_with_one_name_are_asked_in_turn(address: str) -> None:
     other = f"127.0.0.2:{address.rpartition(':')[2]}"
 

@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from tests.support.services import (
     VisionSetting,
 )
 from vlora.adapters.catalog import NameTable
+from vlora.adapters.files import AdapterInfo
 from vlora.config import Limits
 from vlora.errors import (
     AdapterChanging,
@@ -33,6 +35,7 @@ from vlora.errors import (
     VLoraError,
 )
 from vlora.request import OutputSink, Request
+from vlora.serving import lmm as lmm_service
 from vlora.serving.arrivals import ARRIVAL_INPUT
 from vlora.serving.lmm import LONG_PROMPT, MAX_BROKEN, STRUCTURED_THREADS, ServerDescription
 from vlora.serving.lmm_unary import inner_request
@@ -276,6 +279,27 @@ def test_the_description_is_bounded_however_many_adapters_are_broken() -> None:
     table = NameTable({}, {f"x{number:05}": InvalidArgument("?") for number in range(50_000)})
     described = json.loads(ServerDescription(lambda: table, 64).as_json())
     assert list(described["broken"]) == [f"x{number:05}" for number in range(MAX_BROKEN)]
+
+
+def test_the_description_describes_only_changed_adapters_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def handle(name: str, *tasks: str) -> Any:
+        info = AdapterInfo(name, "", (4,), (), tasks, {}, (), ())
+        return SimpleNamespace(description=SimpleNamespace(info=info))
+
+    made: list[str] = []
+    entry = lmm_service._entry
+    monkeypatch.setattr(lmm_service, "_entry", lambda *a: (made.append(a[0]), entry(*a))[1])
+    tables = [NameTable({"b": handle("b"), "a": handle("a", "vqa")}, {})]
+    description = ServerDescription(lambda: tables[-1], 64)
+    described = json.loads(description.as_json())
+    assert [one["tasks"] for one in described["adapters"]] == [["vqa"], []]
+    assert made == ["a", "b"]
+    tables.append(NameTable({**tables[0].current, "b": handle("b", "caption")}, {}))
+    described = json.loads(description.as_json())
+    assert [one["tasks"] for one in described["adapters"]] == [["vqa"], ["caption"]]
+    assert made == ["a", "b", "b"]
 
 
 def test_the_task_auto_is_the_one_that_an_ensemble_chooses(lmm: LmmSetting) -> None:

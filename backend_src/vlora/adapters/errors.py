@@ -32,6 +32,8 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 def as_text(name: str) -> str:
     """Return `name`, which may contain any bytes or surrogates, as valid UTF-8 with escapes."""
+    if name.isascii() and "\\" not in name:
+        return name  # There may be 100,000 names.
     return decoded(name).encode(errors="backslashreplace").decode()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -28,6 +29,7 @@ from vlora.adapters.catalog import (
     NameTable,
     error_of,
     stamp_of,
+    stamps_of,
 )
 from vlora.adapters.errors import (
     MAX_ATTEMPTS,
@@ -175,7 +177,9 @@ class AdapterStore:
 
         Of adapters whose weights do not fit the host budget, only the declarations are read.
         """
-        self.folders.update({name: (folder, stamp_of(folder)) for name, folder in folders.items()})
+        stamps = stamps_of([os.fsencode(folder) for folder in folders.values()])
+        versions = zip(folders.values(), stamps, strict=True)
+        self.folders.update(dict(zip(folders, versions, strict=True)))
         self.apply()
 
     def attach(self, pool: PagePool, memory: PageMemory, pages: int) -> None:

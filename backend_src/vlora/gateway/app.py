@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Mapping,
+)
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -94,6 +102,10 @@ Pieces = AsyncGenerator[Piece, None]
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics")
 
 
+def _as_json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+
+
 class Gateway:
     """Request handlers of one application.
 
@@ -105,6 +117,9 @@ class Gateway:
         self._fail = fail
         self.metrics = GatewayMetrics()
         self._created = int(time.time())
+        # The server's last description, the entries made of it, and those of the last list.
+        self._described: tuple[Mapping[str, Any], Mapping[str, bytes]] = {}, {}
+        self._listed: tuple[Mapping[str, bytes], bytes] = {}, b""
 
     @asynccontextmanager
     async def running(self, app: FastAPI) -> AsyncIterator[None]:
@@ -140,12 +155,15 @@ class Gateway:
 
     async def models(self) -> Response:
         """Return the list of the base model and all adapters that can be served at present."""
-        return JSONResponse({"object": "list", "data": await self._entries()})
+        entries = await self._entries()
+        if self._listed[0] is not entries:
+            data = b",".join(entries.values())
+            self._listed = entries, b'{"object":"list","data":[' + data + b"]}"
+        return Response(self._listed[1], media_type="application/json")
 
     async def model(self, name: str) -> Response:
-        for entry in await self._entries():
-            if entry["id"] == name:
-                return JSONResponse(entry)
+        if entry := (await self._entries()).get(name):
+            return Response(entry, media_type="application/json")
         reason = f"the model {shown(name)} does not exist; GET /v1/models lists the names"
         raise ApiError("NOT_FOUND", reason, "model")
 
@@ -163,8 +181,15 @@ class Gateway:
                 page += await asyncio.to_thread(get, url, METRICS_SECONDS, direct)
         return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def _entries(self) -> list[dict[str, Any]]:
+    async def _entries(self) -> Mapping[str, bytes]:
+        """Return the JSON of each model by name; the same object until a model changes."""
         description = await self._backend.describe()
+        if self._described[0] is not description:
+            # There may be 100,000 adapters, which must not stop other requests.
+            self._described = description, await asyncio.to_thread(self._describe, description)
+        return self._described[1]
+
+    def _describe(self, description: Mapping[str, Any]) -> dict[str, bytes]:
         base = {
             "id": self.options.base_name,
             "object": "model",
@@ -174,18 +199,15 @@ class Gateway:
             "max_model_len": description["max_model_len"],
             "tasks": description["tasks"],
         }
-        adapters = [
-            {
-                **base,
-                "id": adapter["name"],
-                "parent": base["id"],
-                **{key: value for key, value in adapter.items() if key != "name"},
-            }
-            for adapter in description["adapters"]
-            if adapter["name"] != base["id"]  # It may have been added after the start.
-        ]
         # A server of an earlier version does not send the labels.
-        return [{**base, "task_labels": description.get("task_labels", {})}, *adapters]
+        labels = description.get("task_labels", {})
+        entries = {base["id"]: _as_json({**base, "task_labels": labels})}
+        for adapter in description["adapters"]:
+            own = {key: value for key, value in adapter.items() if key != "name"}
+            # An adapter of the base model's name may have been added after the start.
+            entry = {**base, "id": adapter["name"], "parent": base["id"], **own}
+            entries.setdefault(adapter["name"], _as_json(entry))
+        return entries
 
     async def _complete(self, request: Request, read: Callable[[dict[str, Any]], Ask]) -> Response:
         visit: Visit = request.state.visit

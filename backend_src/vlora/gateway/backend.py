@@ -160,6 +160,7 @@ class Backend:
         # Time and result of the last request for the server's description.
         self._described: tuple[float, dict[str, Any] | ApiError] | None = None
         self._describing = asyncio.Lock()
+        self._parsed: tuple[bytes, dict[str, Any]] = b"", {}
         self._heard = -math.inf  # Time of the last response to a question.
 
     async def close(self) -> None:
@@ -236,8 +237,8 @@ class Backend:
             await self.describe()
 
     async def describe(self) -> dict[str, Any]:
-        """Return the server's description, cached for `DESCRIPTION_SECONDS`. Calls at the same time
-        share one request, and its error. Raises ApiError.
+        """Return the server's description, cached for `DESCRIPTION_SECONDS`; the same object until
+        it changes. Calls at the same time share one request, and its error. Raises ApiError.
         """
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -274,7 +275,10 @@ class Backend:
                 raise ApiError("UNAVAILABLE", "the V-LoRA server sent no answer")
             if message.error_message:
                 raise from_server(from_message(message.error_message), ())
-            return dict(json.loads(outputs_of(message.infer_response)["details"][0]))
+            text = outputs_of(message.infer_response)["details"][0]
+            if text != self._parsed[0]:  # Of many adapters, it has megabytes.
+                self._parsed = text, dict(json.loads(text))
+            return self._parsed[1]
         except grpc.aio.AioRpcError as error:
             raise from_grpc(error) from None
         finally:

@@ -229,6 +229,10 @@ class ServerDescription:
         self._max_model_len = max_model_len
         self._described: NameTable | None = None
         self._json = ""
+        # Of each adapter what its entry was made of, and the entry. All entries of 100,000 adapters
+        # take a second, in which no request is received. So they are made at the start.
+        self._entries: dict[str, tuple[AdapterInfo, str]] = {}
+        self.as_json()
 
     def as_json(self) -> str:
         """Return the object `{"max_model_len", "tasks", "task_labels", "adapters", "broken"}`.
@@ -238,7 +242,7 @@ class ServerDescription:
         """
         names = self._names()
         if names is not self._described:
-            self._json = json.dumps(
+            start = json.dumps(
                 {
                     "max_model_len": self._max_model_len,
                     "tasks": list(TASKS),
@@ -246,15 +250,22 @@ class ServerDescription:
                         name: {"name": spec.title, "label": spec.label, "hint": spec.hint}
                         for name, spec in TASKS.items()
                     },
-                    "adapters": [_entry(name, names.current[name].info) for name in names.names],
                     "broken": {
                         name: str(names.broken[name]) for name in sorted(names.broken)[:MAX_BROKEN]
                     },
-                },
-                allow_nan=False,
+                }
             )
+            self._entries = {name: self._entry_of(name, names) for name in names.names}
+            adapters = ", ".join(entry for _, entry in self._entries.values())
+            self._json = f'{start[:-1]}, "adapters": [{adapters}]}}'
             self._described = names
         return self._json
+
+    def _entry_of(self, name: str, names: NameTable) -> tuple[AdapterInfo, str]:
+        info, known = names.current[name].description.info, self._entries.get(name)
+        if known is not None and known[0] is info:
+            return known
+        return info, json.dumps(_entry(name, info), allow_nan=False)
 
 
 def _entry(name: str, info: AdapterInfo) -> dict[str, object]:

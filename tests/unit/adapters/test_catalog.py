@@ -77,6 +77,33 @@ def test_a_watch_reports_settled_folders_once(root: Path) -> None:
     assert "a2" not in watched.reported[-1]
 
 
+def test_beyond_a_number_of_folders_the_changed_ones_take_turns_and_new_ones_do_not(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog, "MAX_SCANNED", 2)
+    read: list[int] = []
+    stamps_of = catalog.stamps_of
+    monkeypatch.setattr(catalog, "stamps_of", lambda p: (read.append(len(p)), stamps_of(p))[1])
+    watched = Watched(root)
+    scans = -(-len(watched.known) // 2)
+    last = max(watched.known)
+    write_adapter(root / last, 50)
+    read.clear()
+    watched.look(*map(float, range(scans)))
+    assert read == [2] * scans
+    write_adapter(root / "zz", 51)
+    (root / "zz").rename(root / "new")
+    watched.look(10.0, 10.0 + catalog.SETTLED_SECONDS)
+    assert "new" in watched.reported[-1]
+    assert watched.changed == [last]
+    count = len(watched.reported)
+    watched.look(*map(float, range(20, 20 + 2 * scans)))
+    assert len(watched.reported) == count
+    shutil.rmtree(root / "a0")
+    watched.look(40.0)
+    assert "a0" not in watched.reported[-1]
+
+
 def test_closing_a_watch_waits_for_the_end_of_its_scan(monkeypatch: pytest.MonkeyPatch) -> None:
     scanning, ended = threading.Event(), threading.Event()
 
