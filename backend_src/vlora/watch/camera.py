@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from vlora.errors import InvalidArgument
 from vlora.watch.chunks import Chunk, Chunker
+from vlora.watch.clock import unix_time
 from vlora.watch.config import Camera
 from vlora.watch.counts import Counts, StreamCounts
 from vlora.watch.gate import small_grey
@@ -198,7 +199,7 @@ class CameraReader:
         for frame in source.frames(lambda: self._chunker.wanted):
             if self.camera.pace == "real":
                 # A live frame is never ahead of its time.
-                self._stop.wait(max(0.0, frame.at - time.time()))
+                self._stop.wait(max(0.0, frame.at - unix_time()))
             if self.state != "running":
                 self._report(f"{self.name}: connected to {self.camera.shown_url}")
                 self._told = ""

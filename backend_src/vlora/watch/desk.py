@@ -16,6 +16,7 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from vlora.watch.answers import Answer
+from vlora.watch.clock import unix_time
 from vlora.watch.disk_queue import SUFFIX, count_messages
 from vlora.watch.events import Event
 from vlora.watch.rules import AlertRule, AlertState
@@ -207,7 +208,7 @@ class AlertDesk:
         with self._lock:
             for states in self._states.values():
                 for state in states.values():
-                    self._pass_on(state.expire(time.time()))
+                    self._pass_on(state.expire(unix_time()))
                     if state.event and (record := self._open.get(state.event.id)):
                         record["end"] = state.last_hit
 

@@ -17,6 +17,7 @@ from vlora.watch.answers import Answer, CameraView
 from vlora.watch.asking import Analytics, NoServer, answer_of, is_full
 from vlora.watch.camera import CameraReader, Mailbox
 from vlora.watch.chunks import Chunk
+from vlora.watch.clock import unix_time
 from vlora.watch.config import Camera, Cameras, read_cameras
 from vlora.watch.counts import Counts
 from vlora.watch.desk import AlertDesk
@@ -219,11 +220,11 @@ class Watch:
             counts.drops += 1
             counts.yielded += 1
             return
-        if watched.last and watched.gate and not watched.gate.has_changed(chunk, time.time()):
+        if watched.last and watched.gate and not watched.gate.has_changed(chunk, unix_time()):
             self._skip(watched, watched.last, chunk)
             return
         # The times of a file that is read fast lie in the future.
-        asked = time.time()
+        asked = unix_time()
         since = chunk.ended if watched.camera.pace == "real" else asked
         result = await self._ask(watched, chunk)
         if result is None or self._watched.get(name) is not watched:
@@ -240,7 +241,7 @@ class Watch:
     def _skip(self, watched: Watched, last: Answer, chunk: Chunk[Shot]) -> None:
         """Let the last answer stand for an unchanged chunk."""
         watched.counts.skipped += 1
-        again = replace(last, began=chunk.began, ended=chunk.ended, answered=time.time())
+        again = replace(last, began=chunk.began, ended=chunk.ended, answered=unix_time())
         self._desk.take(watched.camera.alerts, again)
 
     async def _ask(self, watched: Watched, chunk: Chunk[Shot]) -> dict[str, Any] | None:

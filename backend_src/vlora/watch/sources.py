@@ -7,7 +7,6 @@ SourceError, whose message holds no password, if the stream cannot be read.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from PIL import Image, ImageDraw, ImageOps
 
 from vlora.errors import ServerError
 from vlora.watch.chunks import Frame
+from vlora.watch.clock import unix_time
 from vlora.watch.pixels import Pixels, View, of_array
 
 PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"}
@@ -51,7 +51,7 @@ class FrameFolder:
         pass
 
     def frames(self, wanted: Callable[[], float]) -> Iterator[Frame]:
-        start = time.time()
+        start = unix_time()
         for index, path in enumerate(self._paths):
             if (at := start + index / self._fps) >= wanted():
                 pixels = _read_picture(path)
@@ -93,7 +93,7 @@ class SyntheticCamera:
         pass
 
     def frames(self, wanted: Callable[[], float]) -> Iterator[Frame]:
-        start, second = time.time(), 0
+        start, second = unix_time(), 0
         while True:
             truth, draw = self._next_second()
             for index in range(self._fps):

@@ -15,6 +15,7 @@ from typing import Any
 import av
 
 from vlora.watch.chunks import Frame
+from vlora.watch.clock import unix_time
 from vlora.watch.config import Camera
 from vlora.watch.counts import StreamCounts
 from vlora.watch.pixels import Pixels, View, of_video
@@ -120,7 +121,7 @@ class StreamClock:
     """
 
     def __init__(
-        self, is_live: bool, counts: StreamCounts, now: Callable[[], float] = time.time
+        self, is_live: bool, counts: StreamCounts, now: Callable[[], float] = unix_time
     ) -> None:
         self._is_live, self._counts, self._now = is_live, counts, now
         self._offset: float | None = None
@@ -215,7 +216,7 @@ class VideoStream:
                     if self._is_live and seconds is not None:
                         self._clock.restart(seconds)
                         at = self._clock.place(seconds)
-                elif not is_late and self._is_timed and time.time() - at > self._max_late:
+                elif not is_late and self._is_timed and unix_time() - at > self._max_late:
                     is_late = True
                     self._counts.gaps += 1
                 yield packet, at, is_late
@@ -230,7 +231,7 @@ class VideoStream:
 
     def _has_caught_up(self, at: float, waited: float) -> bool:
         """Return whether no older packets are queued behind one that had to be waited for."""
-        return waited > WAITED_SECONDS if self._is_live else at >= time.time()
+        return waited > WAITED_SECONDS if self._is_live else at >= unix_time()
 
     def _frame(self, frame: Any, packet_at: float) -> Frame:
         # The first frame of a stream may have no time stamp.

@@ -99,6 +99,22 @@ def test_a_slow_server_costs_chunks_but_no_lag(start, triton):
     assert counts.drops + counts.answered + 2 >= counts.chunks
 
 
+@pytest.mark.parametrize("step", [-3600, 3600])
+def test_a_step_of_the_system_clock_stops_no_camera(step, start, monkeypatch):
+    run = start(door=QUICK)
+    counts, clock = run["door"].counts, time.time
+    until(lambda: counts.answered >= 2, 10)
+
+    def stepped():
+        # gRPC's core, which converts deadlines, still has the old time.
+        return clock() + step * sys._getframe(1).f_globals["__name__"].startswith("vlora.")
+
+    monkeypatch.setattr(time, "time", stepped)
+    before = counts.answered
+    until(lambda: counts.answered >= before + 3, 10)
+    assert -1 < counts.lags[-1] < 10
+
+
 def test_the_gate_skips_an_unchanged_scene_and_asks_again_in_time(start, triton, tmp_path):
     write_video(tmp_path / "clip.mp4", 10, [90] * 20 + [200] * 10)
     gate = {"url": "clip.mp4", "frames": 2, "seconds": 0.5, "repeat": True, "gate": {}}
