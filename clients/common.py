@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import queue
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
@@ -26,8 +28,10 @@ CODE = re.compile(r"\b([A-Z_]{8,}): ")
 TRITON_PREFIXES = re.compile(r"(in ensemble '[^']*', |\[request id: [^\]]*\] )+")
 # Text of gRPC's errors when the port belongs to an HTTP/1 server, such as Triton's.
 NOT_GRPC = re.compile("Failed parsing HTTP/2|Socket closed")
-# Message of a server to a request that it has not begun.
+# Messages of a server to requests that it has not begun, and the pauses in seconds before they are
+# sent again.
 SHUTTING_DOWN = "UNAVAILABLE: the server is shutting down"
+PAUSES = {SHUTTING_DOWN: [0.0], "was changed while the request's images were encoded": [1.5] * 4}
 NO_PROXY = "no_grpc_proxy"
 """Variable that lists the hosts gRPC reaches without a proxy. It overrides `no_proxy`."""
 
@@ -178,11 +182,11 @@ def stream_responses(
     """Yield each response of one streaming request. Leaving the loop cancels the request.
 
     A request that a server which shuts down has not begun is sent once more, since Envoy selects
-    another server then.
+    another server then. So is one whose adapter was changed meanwhile, some times.
 
     Raises the server's error, or ClientError if `seconds` pass without a response.
     """
-    for is_last in (False, True):
+    for repeats in itertools.count():
         begun = False
         try:
             for result in _responses(client, model, inputs, request_id, seconds, headers):
@@ -190,8 +194,11 @@ def stream_responses(
                 yield result
             return
         except InferenceServerException as error:
-            if begun or is_last or SHUTTING_DOWN not in str(error.message()):
+            known = (PAUSES[one] for one in PAUSES if one in str(error.message()))
+            pauses = next(known, [])[repeats:]
+            if begun or not pauses:
                 raise
+            time.sleep(pauses[0])
 
 
 def _responses(

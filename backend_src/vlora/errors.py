@@ -103,6 +103,25 @@ _CODED = re.compile(r"(?:^|\W)(" + "|".join(BY_CODE) + r"): (.*)", re.DOTALL)
 # Message of Unavailable to a request that has not begun. Another server may answer it.
 SHUTTING_DOWN = "the server is shutting down"
 
+# Part of the message of Unavailable to a request whose images and prompt would use two versions of
+# an adapter. Encoder and engine agree again within 5 s, usually within 2.
+ADAPTER_CHANGED = "was changed while the request's images were encoded"
+CHANGE_REPEATS, CHANGE_PAUSE_SECONDS = 4, 1.5
+
+
+def pause_before_repeat(message: str, repeats: int) -> float | None:
+    """Return the seconds after which a client sends a request again that failed with this message
+    before its first output; None if it does not.
+
+    repeats: number of times that it has been sent again already.
+    """
+    if SHUTTING_DOWN in message:
+        return None if repeats else 0.0
+    if ADAPTER_CHANGED in message and repeats < CHANGE_REPEATS:
+        return CHANGE_PAUSE_SECONDS
+    return None
+
+
 MAX_NAMES = 20  # Maximum number of adapters that a message lists.
 
 

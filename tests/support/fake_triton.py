@@ -15,7 +15,6 @@ import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor
 
-from clients import common
 from vlora.vision.results import build_result
 
 
@@ -34,7 +33,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.requests: list[dict[str, object]] = []
         self.models = {"visual_retrieval", "video_analytics"}
         self.refusal: str | None = None
-        self.hands_over = False  # Whether the next stream is refused before its first answer.
+        self.refusals: list[str] = []  # Of the next streams, before their first answers.
         self.headers: list[dict[str, str]] = []
         self.cancelled = threading.Event()
 
@@ -75,9 +74,9 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.headers.append(dict(context.invocation_metadata()))
         for request in requests:
             self._read(request)
-            if self.hands_over:
-                self.hands_over = False
-                yield service_pb2.ModelStreamInferResponse(error_message=common.SHUTTING_DOWN)
+            if self.refusals:
+                refusal = self.refusals.pop(0)
+                yield service_pb2.ModelStreamInferResponse(error_message=refusal)
                 continue
             for word in self.words:
                 time.sleep(self.delay)

@@ -14,7 +14,9 @@ from clients.common import ClientError, explain, sampling_parameters
 from tests.support.fake_triton import FakeTriton
 from tests.support.http_server import http_server, response
 from tests.support.run_client import run_client
+from vlora.errors import ADAPTER_CHANGED
 
+MODEL = "visual_retrieval"
 CLOSED = ("--url", "127.0.0.1:9")
 
 
@@ -45,12 +47,24 @@ def test_parts_of_an_answer_are_printed_as_they_arrive(picture, triton, capsys):
 
 
 def test_a_stream_that_a_server_hands_over_is_sent_again_with_its_header(triton, capsys):
-    triton.hands_over = True
+    triton.refusals = [common.SHUTTING_DOWN]
     visual_retrieval.main(["--url", triton.url, "What is this?", "--adapter", "glyphs"])
     assert capsys.readouterr().out == "a red star\n"
     assert [one["x-lora-adapter"] for one in triton.headers] == ["glyphs", "glyphs"]
     assert common.routing_headers("a/b", "gate 2") == {"x-lora-adapter": "a%2Fb/gate%202"}
     assert common.routing_headers(None) == {}
+
+
+def test_a_stream_whose_adapter_was_changed_is_sent_again(triton, capsys, monkeypatch):
+    assert ADAPTER_CHANGED in common.PAUSES
+    monkeypatch.setitem(common.PAUSES, ADAPTER_CHANGED, [0.0] * 2)
+    refusal = f"in ensemble 'visual_retrieval', UNAVAILABLE: adapter 'a' {ADAPTER_CHANGED}; send"
+    triton.refusals = [refusal] * 2
+    visual_retrieval.main(["--url", triton.url, "What is this?"])
+    assert capsys.readouterr().out == "a red star\n"
+    triton.refusals = [refusal] * 3
+    with pytest.raises(InferenceServerException, match=ADAPTER_CHANGED):
+        [*common.stream_responses(common.connect(triton.url, MODEL), MODEL, [])]
 
 
 def test_an_answer_that_stalls_times_out_and_is_cancelled(monkeypatch):

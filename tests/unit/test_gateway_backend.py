@@ -21,7 +21,7 @@ import pytest
 
 from tests.support.gateway import running
 from tests.support.polling import until
-from vlora.errors import BY_CODE, SHUTTING_DOWN
+from vlora.errors import ADAPTER_CHANGED, BY_CODE, CHANGE_REPEATS, SHUTTING_DOWN
 from vlora.gateway import backend
 from vlora.gateway.app import Gateway
 from vlora.gateway.backend import (
@@ -45,6 +45,7 @@ from vlora.net import (
 service_pb2, service_pb2_grpc = load_grpc_stubs()
 
 RETRY_SECONDS = 0.05
+CHANGED = f"adapter 'a' {ADAPTER_CHANGED}; send the request again"
 
 
 class Server(service_pb2_grpc.GRPCInferenceServiceServicer):
@@ -172,11 +173,19 @@ def test_servers_with_one_name_are_asked_in_turn(address: str) -> None:
 
 @pytest.mark.parametrize(
     ("refusals", "calls"),
-    [([SHUTTING_DOWN], 2), ([SHUTTING_DOWN] * 2, 2), (["the queue is full: 9"], 1)],
+    [
+        ([SHUTTING_DOWN], 2),
+        ([SHUTTING_DOWN] * 2, 2),
+        (["the queue is full: 9"], 1),
+        ([CHANGED] * CHANGE_REPEATS, CHANGE_REPEATS + 1),
+        ([CHANGED] * (CHANGE_REPEATS + 1), CHANGE_REPEATS + 1),
+    ],
 )
-def test_a_question_that_a_server_hands_over_is_sent_again_once(
-    address: str, refusals: list[str], calls: int
+def test_a_question_that_a_server_has_not_begun_is_sent_again(
+    address: str, refusals: list[str], calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("vlora.errors.CHANGE_PAUSE_SECONDS", 0.01)
+
     async def ask() -> list[Any]:
         sampling = {"lora_name": "Grüße/1", "stream_id": "gate 2"}
         async with client(address) as asked:
@@ -188,7 +197,7 @@ def test_a_question_that_a_server_hands_over_is_sent_again_once(
     with serving(address) as server:
         server.refusals = [f"UNAVAILABLE: {refusal}" for refusal in refusals]
         # The fake's only answer has no finish reason.
-        reason = "did not finish" if refusals == [SHUTTING_DOWN] else refusals[0]
+        reason = "did not finish" if len(refusals) < calls else refusals[0]
         with pytest.raises(ApiError, match=reason):
             asyncio.run(ask())
     assert server.calls == calls

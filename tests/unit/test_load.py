@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from vlora.cli import app
-from vlora.errors import SHUTTING_DOWN, InvalidArgument, ServerError
+from vlora.errors import ADAPTER_CHANGED, SHUTTING_DOWN, InvalidArgument, ServerError
 from vlora.load import figures
 from vlora.load.contents import Content, ContentMaker, TokenCount
 from vlora.load.run import Asking, Measurement, Record, measure_tokens, send
@@ -223,10 +223,12 @@ class Described(service_pb2_grpc.GRPCInferenceServiceServicer):
         return service_pb2.ModelInferResponse(id="first")
 
     def ModelStreamInfer(self, requests: Any, context: Any) -> Iterator[Any]:  # noqa: N802
-        """Refuse the first stream, as a server does that hands over, and answer all others."""
-        message = service_pb2.ModelStreamInferResponse()
-        if next(self._streams) == 0:
-            message.error_message = f"UNAVAILABLE: {SHUTTING_DOWN}"
+        """Refuse the first stream as a server does that hands over, the second since its adapter
+        was changed, and answer all others.
+        """
+        message, refusals = service_pb2.ModelStreamInferResponse(), (SHUTTING_DOWN, ADAPTER_CHANGED)
+        if (stream := next(self._streams)) < len(refusals):
+            message.error_message = f"UNAVAILABLE: {refusals[stream]}"
         yield from (message for _ in requests)
 
     def __init__(self) -> None:
@@ -281,7 +283,11 @@ def test_the_answer_of_another_request_is_an_error() -> None:
         asyncio.run(ask(address))
 
 
-def test_a_stream_that_a_server_hands_over_is_sent_again() -> None:
+def test_a_stream_that_a_server_has_not_begun_is_sent_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("vlora.errors.CHANGE_PAUSE_SECONDS", 0.01)
+
     async def ask(address: str) -> None:
         target = TritonTarget(address, "lmm")
         await target.open()

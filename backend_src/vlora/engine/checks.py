@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vlora.adapters.handle import AdapterHandle, version_of
 from vlora.config import Limits, Options
-from vlora.errors import InvalidArgument, Unavailable, prompt_too_long
+from vlora.errors import ADAPTER_CHANGED, InvalidArgument, Unavailable, prompt_too_long
 from vlora.request import Request
 
 
@@ -70,10 +70,7 @@ def _check_features(request: Request, adapter: AdapterHandle | None) -> None:
     has_part = adapter is not None and adapter.info.vision_ranks
     expected = version_of(adapter.stamp) if adapter is not None and has_part else ""
     if given is not None and given != expected:
-        raise Unavailable(
-            f"adapter {request.adapter!r} was changed while the request's images were encoded; send"
-            " the request again"
-        )
+        raise Unavailable(f"adapter {request.adapter!r} {ADAPTER_CHANGED}; send the request again")
 
 
 def answer_limit(request: Request, prompt: int, context: int) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from vlora.errors import SHUTTING_DOWN, from_message
+from vlora.errors import from_message, pause_before_repeat
 from vlora.gateway.errors import ApiError, from_grpc, from_server
 from vlora.net import (
     Tls,
@@ -173,7 +173,8 @@ class Backend:
         iterator is closed before its end, `lmm` notices the end of the stream and cancels.
 
         A question that a server which shuts down has not begun is sent again, since Envoy selects
-        another server then. Envoy itself cannot: the error is a message in an open stream.
+        another server then. Envoy itself cannot: the error is a message in an open stream. A
+        question whose adapter was changed meanwhile is sent again, too.
 
         on_sent: called when the question has been sent.
         """
@@ -220,14 +221,19 @@ class Backend:
             return await answers.next()
         self._kept_bytes += size
         try:
-            message = await answers.next()
-            if message is grpc.aio.EOF or SHUTTING_DOWN not in message.error_message:
-                return message
-            answers.restart(self._stream(metadata=route))
-            await answers.send(request)
+            repeats = 0
+            while True:
+                message = await answers.next()
+                if message is grpc.aio.EOF:
+                    return message
+                if (pause := pause_before_repeat(message.error_message, repeats)) is None:
+                    return message
+                await asyncio.sleep(pause)
+                answers.restart(self._stream(metadata=route))
+                await answers.send(request)
+                repeats += 1
         finally:
             self._kept_bytes -= size
-        return await answers.next()
 
     async def check(self) -> None:
         """Raise ApiError if the server does not answer. It is not asked if it has just answered a

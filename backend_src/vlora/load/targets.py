@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import itertools
 import json
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -13,7 +15,7 @@ from urllib.parse import urlsplit
 import grpc
 import grpc.aio
 
-from vlora.errors import SHUTTING_DOWN, ServerError, from_message, in_one_line, is_coded
+from vlora.errors import ServerError, from_message, in_one_line, is_coded, pause_before_repeat
 from vlora.load.contents import Content
 from vlora.net import (
     GRPC_ADDRESS,
@@ -159,14 +161,17 @@ class TritonTarget:
     async def _ask_retrying(
         self, request: Any, metadata: Any, question: Question, answer: Answer
     ) -> None:
-        try:
-            await self._ask_stream(request, metadata, question, answer)
-        except RequestFailed as error:
-            # Load balancers do not see errors within a stream, so clients repeat what a server has
-            # not begun.
-            if answer.first or SHUTTING_DOWN not in str(error):
-                raise
-            await self._ask_stream(request, metadata, question, answer)
+        for repeats in itertools.count():
+            try:
+                await self._ask_stream(request, metadata, question, answer)
+                return
+            except RequestFailed as error:
+                # Load balancers do not see errors within a stream, so clients repeat what a server
+                # has not begun.
+                pause = None if answer.first else pause_before_repeat(str(error), repeats)
+                if pause is None:
+                    raise
+                await asyncio.sleep(pause)
 
     async def _ask_stream(
         self, request: Any, metadata: Any, question: Question, answer: Answer

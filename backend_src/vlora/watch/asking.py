@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import grpc
 
 from vlora.errors import (
-    SHUTTING_DOWN,
     Cancelled,
     InvalidArgument,
     ServerError,
     Unavailable,
     from_message,
     is_coded,
+    pause_before_repeat,
 )
 from vlora.net import (
     add_strings,
@@ -29,6 +28,7 @@ from vlora.net import (
 from vlora.sampling import YES
 from vlora.watch.answers import Answer
 from vlora.watch.chunks import Chunk
+from vlora.watch.clock import unix_time
 from vlora.watch.config import Camera
 from vlora.watch.pixels import Shot
 
@@ -128,7 +128,7 @@ class Analytics:
 
 def is_full(error: Exception) -> bool:
     """Return whether the server refused a request since its queue is full."""
-    return isinstance(error, Unavailable) and SHUTTING_DOWN not in str(error)
+    return isinstance(error, Unavailable) and pause_before_repeat(str(error), 0) is None
 
 
 def answer_of(
@@ -148,7 +148,7 @@ def answer_of(
         camera=name,
         began=chunk.began,
         ended=chunk.ended,
-        answered=time.time(),
+        answered=unix_time(),
         text=result["text"],
         scores=scores,
         yes=yes.get(YES),
