@@ -53,6 +53,7 @@ SHM_BYTES, DISK_BYTES = 256 << 20, 64 << 20
 POOL_BYTES = 4_000_000
 POLL_SECONDS = 0.5
 SHOW_SECONDS = 5.0
+CURVE_POINTS = 60
 # Growth from the warm, loaded servers to the idle ones at the end. Allocators keep some memory; a
 # leak of 4 KiB a request shows in 10,000. Files of the connections of a burst may remain open.
 MAX_GROWTH_BYTES, MAX_GROWTH_SHARE, MAX_GROWTH_FILES = 16 << 20, 0.05, 16
@@ -221,7 +222,8 @@ def mounting(disk: Path) -> list[str]:
 class Watch:
     """Reads the servers' counters and sizes in a thread, also across restarts.
 
-    counts: sums over all servers. read: times of the readings.
+    counts: sums over all servers. read: times of the readings. curve: sums of the sizes, with the
+    seconds since the start.
     """
 
     def __init__(self, serving: Serving, faults: Faults, seconds: float, is_private: bool) -> None:
@@ -230,6 +232,7 @@ class Watch:
         self._last: dict[tuple[str, str], float] = {}
         self.counts: Counter[str] = Counter()
         self.read: list[float] = []
+        self.curve: list[dict[str, float]] = []
         self.warm: dict[str, Any] | None = None
         self.before = self.sizes()
         self.count()
@@ -249,9 +252,25 @@ class Watch:
         while not self._ended.wait(POLL_SECONDS):
             with suppress(OSError):  # The launcher's page may be slow.
                 self.count()
+            if (
+                time.perf_counter()
+                >= self._started + len(self.curve) * self._seconds / CURVE_POINTS
+            ):
+                self.curve.append(self._totals())
             done, end = self._faults.done, self._started + self._seconds
             if done and not self.warm and time.perf_counter() > done + 0.2 * (end - done):
                 self.warm = self.sizes()
+
+    def _totals(self) -> dict[str, float]:
+        found = self.sizes()
+        shared, _ = found.pop("shared memory", (0, 0))
+        return {
+            "seconds": round(time.perf_counter() - self._started, 1),
+            "processes": len(found),
+            "mib": sum(size for size, _ in found.values()) >> 20,
+            "files": sum(files for _, files in found.values()),
+            "shm_mib": shared >> 20,
+        }
 
     def count(self) -> None:
         page = get(self._serving.address("metrics"), 10, direct=True).decode()
@@ -428,6 +447,7 @@ class Soak:
             "printed": self.faults.serving.lines,
             "adapter_changes": sum(map(len, self.adapters.changes.values())),
             "adapter_removals": len(self.adapters.removals),
+            "curve": self.watch.curve,
             "sizes": {"before": self.watch.before, "warm": warm, "end": end},
             "wrong": self.found,
         }
@@ -507,7 +527,9 @@ def summary(report: dict[str, Any]) -> str:
         f" {figures['answered']} answered, {errors}; faults: {faults}{skipped}:"
         f" {len(wrong)} wrong"
     )
-    return "\n".join([line, *wrong])
+    every = max(1, len(report["curve"]) // 10)
+    curve = [" ".join(f"{value} {key}" for key, value in one.items()) for one in report["curve"]]
+    return "\n".join([line, *curve[::every], *wrong])
 
 
 def main() -> int:
