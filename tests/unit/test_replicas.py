@@ -199,6 +199,10 @@ def test_replicas_share_cores_and_refuse_what_they_cannot_do(
         shares_of([0, 1], 3, "cores")
     with pytest.raises(ServerError, match="--allow-shared-memory does not work with --replicas"):
         Replicas(ServerOptions(allow_shared_memory=True), 2, print, on_gpus=False)
+    for mutual in ("", "-mutual"):
+        options = ServerOptions(triton_arguments=(f"--grpc-use-ssl{mutual}=true",))
+        with pytest.raises(ServerError, match=f"ssl{mutual}=true does not work with --replicas"):
+            Replicas(options, 2, print, on_gpus=False)
     monkeypatch.setattr(envoy, "find_program", lambda: None)
     with pytest.raises(ServerError, match="Envoy is not installed"):
         Replicas(ServerOptions(), 2, print, on_gpus=False)

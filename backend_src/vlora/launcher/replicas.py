@@ -173,6 +173,12 @@ class Replicas(Addressed):
                 "--allow-shared-memory does not work with --replicas, since memory that a client"
                 " registers reaches only one of them; use one server, or send encoded images"
             )
+        for one in options.triton_arguments:
+            if one.startswith("--grpc-use-ssl") and not one.endswith(("=false", "=0")):
+                raise ServerError(
+                    f"{one} does not work with --replicas, since Envoy does not encrypt what it"
+                    " sends to them; use one server, or let a proxy in front of Envoy encrypt"
+                )
         self._program = envoy.program()
         net.check_host(options.host)
         ports = {f"{name}_port": getattr(options, f"{name}_port") for name in LISTENERS}
