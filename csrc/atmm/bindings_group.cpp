@@ -54,6 +54,27 @@ struct Snapshot {
   std::vector<std::shared_ptr<const void>> storage;  // [slots]: owners of the pairs' memory
 };
 
+// A snapshot for one call. It is given back under the lock that guards the group's own pointer, so
+// whoever holds the lock can tell whether calls are using the snapshot.
+class HeldSnapshot {
+ public:
+  HeldSnapshot(std::mutex& mutex, const std::shared_ptr<Snapshot>& current) : mutex_(mutex) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    held_ = current;
+  }
+  HeldSnapshot(const HeldSnapshot&) = delete;
+  HeldSnapshot& operator=(const HeldSnapshot&) = delete;
+  ~HeldSnapshot() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    held_.reset();
+  }
+  const Snapshot& operator*() const { return *held_; }
+
+ private:
+  std::mutex& mutex_;
+  std::shared_ptr<const Snapshot> held_;
+};
+
 // Projections that share an input, and their packed adapters by slot.
 class Group {
  public:
@@ -164,7 +185,7 @@ class Group {
     steps::Inputs own{threads};
     own.segments = &segments;
     steps::perform(own, [=](const steps::Inputs& inputs) {
-      const std::shared_ptr<const Snapshot> current = snapshot();
+      const HeldSnapshot current(mutex_, snapshot_);
       const Problem p = problem(*current, y, y_stride, x, x_stride, rows, *inputs.segments,
                                 fp32 ? Dtype::kFp32 : dtype_);
       const TileChooser chooser(Operation::kApply, config, fixed_order_);
@@ -181,7 +202,7 @@ class Group {
 
   void heads(uintptr_t y, int64_t y_stride, uintptr_t x, int64_t x_stride, int64_t rows,
              const SegmentList& segments) const {
-    const std::shared_ptr<const Snapshot> current = snapshot();
+    const HeldSnapshot current(mutex_, snapshot_);
     const Problem p = problem(*current, y, y_stride, x, x_stride, rows, segments, dtype_);
     const runtime::KernelCall call;
     atmm::heads(current_kernels(dtype_), p, segments);
@@ -202,28 +223,26 @@ class Group {
     return to;
   }
 
-  std::shared_ptr<const Snapshot> snapshot() const {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return snapshot_;
-  }
-
   void publish(int64_t slot, const std::vector<Pair>& pairs, std::shared_ptr<const void> storage) {
-    std::shared_ptr<const Snapshot> previous;  // declared before the lock, so freed after it
+    std::shared_ptr<Snapshot> previous;  // declared before the lock, so freed after it
     std::lock_guard<std::mutex> lock(mutex_);
-    previous = snapshot_;
-    auto next = std::make_shared<Snapshot>(*previous);
-    if (slot < 0 || size_t(slot) > next->storage.size())
+    const size_t outputs = outputs_.size(), slots = snapshot_->storage.size();
+    if (slot < 0 || size_t(slot) > slots)
       throw std::invalid_argument("slot " + std::to_string(slot) +
-                                  " does not exist; valid are 0 to " +
-                                  std::to_string(next->storage.size()) + ", the next new slot");
-    const size_t outputs = outputs_.size();
-    if (size_t(slot) == next->storage.size()) {
-      next->storage.emplace_back();
-      next->pairs.resize(next->pairs.size() + outputs);
+                                  " does not exist; valid are 0 to " + std::to_string(slots) +
+                                  ", the next new slot");
+    // A copy takes time in proportion to the slots, of which there may be 100,000.
+    if (snapshot_.use_count() > 1) {
+      previous = snapshot_;
+      snapshot_ = std::make_shared<Snapshot>(*previous);
     }
-    std::copy(pairs.begin(), pairs.end(), next->pairs.begin() + ptrdiff_t(size_t(slot) * outputs));
-    next->storage[size_t(slot)] = std::move(storage);
-    snapshot_ = std::move(next);
+    if (size_t(slot) == slots) {
+      snapshot_->pairs.resize((slots + 1) * outputs);
+      snapshot_->storage.emplace_back();
+    }
+    std::copy(pairs.begin(), pairs.end(),
+              snapshot_->pairs.begin() + ptrdiff_t(size_t(slot) * outputs));
+    snapshot_->storage[size_t(slot)].swap(storage);  // The old memory is freed after the lock.
   }
 
   Problem problem(const Snapshot& current, uintptr_t y, int64_t y_stride, uintptr_t x,
@@ -266,7 +285,7 @@ class Group {
   std::vector<Output> outputs_;
   bool fixed_order_ = false;
   mutable std::mutex mutex_;
-  std::shared_ptr<const Snapshot> snapshot_ = std::make_shared<Snapshot>();
+  std::shared_ptr<Snapshot> snapshot_ = std::make_shared<Snapshot>();
 };
 
 }  // namespace

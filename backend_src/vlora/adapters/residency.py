@@ -123,6 +123,7 @@ class Slots:
         self.heads = HeadGroup(model.hidden, device.torch_device.type)
         self._adapters: list[Adapter | None] = []
         self._released: set[int] = set()
+        self._empty: set[int] = set()  # Slots without an adapter that are not released.
 
     def group(self, matrices: Sequence[MatrixId]) -> LoraGroup:
         """Return the group of these matrices, which share their input: A and B of each, by slot."""
@@ -151,8 +152,8 @@ class Slots:
         """Assign a slot to the adapter, and return the slot."""
         if self._released:
             slot = self._released.pop()
-        elif None in self._adapters:
-            slot = self._adapters.index(None)
+        elif self._empty:
+            slot = self._empty.pop()
         else:
             slot = len(self._adapters)
             for group in self._groups.values():
@@ -204,6 +205,7 @@ class Slots:
             group.clear(slot)
         self.heads.put(slot, None)
         self._adapters[slot] = None
+        self._empty.add(slot)
 
     def release(self, slot: int) -> None:
         """Release a slot that nothing uses any more. Its weights stay in memory until `sweep` frees

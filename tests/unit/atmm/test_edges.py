@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 
 import pytest
 import torch
@@ -236,3 +237,23 @@ def test_ranks_are_padded_in_the_memory_of_a_gpu() -> None:
     group = LoraGroup(64, [128, 32], torch.float16, "cuda")
     assert group.slot_bytes([3, 9]) == group.slot_bytes([8, 16]) == 2 * (192 * 8 + 96 * 16)
     assert group.slot_bytes([0, 8]) == 2 * 96 * 8
+
+
+def ones(scale: float) -> LoraPair:
+    return LoraPair(torch.ones(1, 16), torch.full((16, 1), scale))
+
+
+def test_setting_a_slot_takes_as_long_beside_many_slots_as_beside_few() -> None:
+    group = LoraGroup(16, [16] * 3)
+    assert group.native is not None
+
+    def seconds_of_appends() -> float:
+        started = time.thread_time()
+        for _ in range(100):
+            group.append([ones(1.0), None, ones(2.0)])
+        return time.thread_time() - started
+
+    few = min(seconds_of_appends() for _ in range(5))
+    while len(group) < 20_000:
+        group.append([ones(1.0), None, None])
+    assert min(seconds_of_appends() for _ in range(5)) < 4 * few
