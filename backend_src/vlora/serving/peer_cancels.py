@@ -28,15 +28,19 @@ class PeerCancels:
     def __init__(self) -> None:
         folder = os.environ.get(PEERS_VARIABLE)
         self._folder = Path(folder) if folder else None
-        if self._folder is not None:
-            self._own = self._folder / f"{os.getpid()}.cancels"
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            self._socket.bind(str(self._own))
+        self._own: Path | None = None
 
     def listen(self, cancel: Callable[[str], None]) -> None:
-        """Call `cancel` with each id that another replica passes on, on a thread of its own."""
-        if self._folder is not None:
-            threading.Thread(target=self._listen, args=[cancel], name="peers", daemon=True).start()
+        """Call `cancel` with each id that another replica passes on, on a thread of its own.
+
+        Further calls do nothing.
+        """
+        if self._folder is not None and self._own is None:
+            self._own = self._folder / f"{os.getpid()}.cancels"
+            own = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            own.bind(str(self._own))
+            arguments = [own, cancel]
+            threading.Thread(target=_listen, args=arguments, name="peers", daemon=True).start()
 
     def send(self, client_id: str) -> None:
         """Pass the id of a cancelled request on to all other replicas; never raises."""
@@ -54,15 +58,16 @@ class PeerCancels:
 
     def close(self) -> None:
         """End the thread by an empty message to the own socket, and remove the socket."""
-        if self._folder is not None:
+        if self._own is not None:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as own:
                 own.sendto(b"", str(self._own))
             self._own.unlink(missing_ok=True)
 
-    def _listen(self, cancel: Callable[[str], None]) -> None:
-        with self._socket:
-            while raw := self._socket.recv(MAX_ID_BYTES):
-                try:
-                    cancel(raw.decode())
-                except VLoraError as error:
-                    log.warning("a cancellation of another replica failed: %s", error)
+
+def _listen(own: socket.socket, cancel: Callable[[str], None]) -> None:
+    with own:
+        while raw := own.recv(MAX_ID_BYTES):
+            try:
+                cancel(raw.decode())
+            except VLoraError as error:
+                log.warning("a cancellation of another replica failed: %s", error)

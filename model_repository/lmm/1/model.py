@@ -69,11 +69,13 @@ class TritonPythonModel:
                 lambda: self._loop.adapters.table, self._loop.max_model_len
             ).as_json,
         )
-        self._peers.listen(self._service.cancel_here)
         lifeline = self._process.lifeline
         lifeline.on_drain(lambda seconds: self._loop.shutdown(seconds, lifeline.hands_over))
 
     def execute(self, requests: list[Any]) -> None:
+        # Before, there is nothing to cancel, and Triton can crash if a model that it is still
+        # initializing calls another one.
+        self._peers.listen(self._service.cancel_here)
         self._process.hand_over(requests, self._service)
 
     def finalize(self) -> None:
