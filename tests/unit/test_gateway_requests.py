@@ -19,7 +19,7 @@ from tests.support.http_server import http_server, response
 from vlora.gateway import media
 from vlora.gateway.answers import CompletionWriter
 from vlora.gateway.backend import Piece
-from vlora.gateway.bodies import LONG_BYTES, Bodies, Held, _UrlScanner
+from vlora.gateway.bodies import LONG_BYTES, LONG_COMMAS, Bodies, Held, _UrlScanner
 from vlora.gateway.errors import ApiError
 from vlora.gateway.media import MediaLoader, decode, is_public
 from vlora.gateway.messages import MAX_MEDIA, Conversation, Media
@@ -250,9 +250,11 @@ def test_a_long_body_is_parsed_beside_the_event_loop() -> None:
     async def parsed() -> tuple[str, str]:
         bodies = Bodies(GatewayOptions())
         asyncio.get_running_loop().call_soon(went_on.set)
-        large = await bodies.parse(bytearray(LONG_BYTES + 1), name_of_thread)
-        small = await bodies.parse(bytearray(LONG_BYTES), name_of_thread)
+        large = await bodies.parse(bytearray(LONG_BYTES + 1), name_of_thread, "-")
+        many = await bodies.parse(bytearray(b"," * (LONG_COMMAS + 1)), name_of_thread, "-")
+        small = await bodies.parse(bytearray(LONG_BYTES), name_of_thread, "-")
         bodies.close()
+        assert many == large
         return large, small
 
     def name_of_thread(body: bytearray) -> str:
@@ -262,6 +264,25 @@ def test_a_long_body_is_parsed_beside_the_event_loop() -> None:
     large, small = asyncio.run(parsed())
     assert large.startswith("parser")
     assert small == threading.current_thread().name
+
+
+def test_a_tenants_body_waits_for_one_body_of_another_tenant_at_most() -> None:
+    parsed: list[bytes] = []
+
+    async def parse_all() -> None:
+        bodies = Bodies(GatewayOptions())
+        sent = [(b"a", "a")] * 20 + [(b"b", "b")]
+        await asyncio.gather(
+            *(bodies.parse(bytearray(one * (LONG_BYTES + 1)), read, who) for one, who in sent)
+        )
+        bodies.close()
+
+    def read(body: bytearray) -> None:
+        parsed.append(bytes(body[:1]))
+
+    asyncio.run(parse_all())
+    assert len(parsed) == 21
+    assert parsed.index(b"b") <= 1
 
 
 class Upload:
@@ -286,15 +307,27 @@ class Upload:
 
 
 @pytest.mark.parametrize(
-    "start", [b'{"user": "', b'{"data:', b'{"stop": [0', b'{"x": "data:", "y": "']
+    ("start", "content"),
+    [
+        (b'{"user": "', b",0"),
+        (b'{"data:', b",0"),
+        (b'{"stop": [0', b",0"),
+        (b'{"x": "data:", "y": "', b",0"),
+        (b'{"text": "data:', b",0"),
+        (b'{"url": ["data:', b",0"),
+        (b'{"url": "data:', b"\\n"),
+        (b'{"url": "data:', "é".encode()),
+        (b'{"url": "data:', b",0"),
+        (b'{"url":"data:', b"\\/" + b"A" * 62),
+    ],
 )
-def test_only_data_urls_of_a_body_may_be_large(start: bytes) -> None:
-    """The rest is bounded while it arrives. A key that looks like a URL is found by its echo."""
+def test_only_data_urls_of_a_body_may_be_large(start: bytes, content: bytes) -> None:
+    """The rest is bounded while it arrives, and so is what is no base64 in a URL."""
     bodies = Bodies(GatewayOptions())
     with bodies.holding("-") as held:
-        large = Upload(start + b",0" * 4 * 1024**2)
-        if start.endswith(b"data:"):
-            assert len(large.receive(bodies, held)) == 4 * 2 * 1024**2 + len(start)
+        large = Upload(start + content * (8 * 1024**2 // len(content)))
+        if b'url"' in start and content.isascii() and content != b"\\n" and b"[" not in start:
+            assert len(large.receive(bodies, held)) == 8 * 1024**2 + len(start)
         else:
             with pytest.raises(
                 ApiError, match="more than 4194304 bytes without its images"

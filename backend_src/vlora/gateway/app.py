@@ -216,7 +216,7 @@ class Gateway:
             with self._bodies.holding(visit.tenant) as held:
                 # No variable here keeps the body, so its memory is free once it was passed on.
                 ask = await self._bodies.parse(
-                    await self._bodies.receive(request, held), partial(_read, read)
+                    await self._bodies.receive(request, held), partial(_read, read), visit.tenant
                 )
                 visit.model = ask.model
                 files = await self._load(ask, held)

@@ -65,7 +65,8 @@ class MediaLoader:
         files, left = [], self._options.max_body_bytes
         for one in media:
             if one.url[:5].lower() == "data:":
-                files.append(await bodies.parse(one.url, partial(_decode, one.param)))
+                read = partial(_decode, one.param)
+                files.append(await bodies.parse(one.url, read, held.tenant))
             else:
                 limit = min(left, self._options.max_fetch_bytes)
                 files.append(await self._load(one, limit, held))
