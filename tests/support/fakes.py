@@ -69,6 +69,7 @@ class FakeEngine:
     def __init__(self, *infos: AdapterInfo, table: RequestTable | None = None) -> None:
         self.adapters = FakeAdapters(*infos)
         self.table = RequestTable() if table is None else table
+        self.max_model_len = 1024
         self.requests: list[Request] = []
         self.aborted: list[str] = []
         self.stopped: list[str] = []

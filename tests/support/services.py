@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +20,7 @@ from vlora.serving.arrivals import ArrivalStamps
 from vlora.serving.lmm import LmmService
 from vlora.serving.lmm_unary import LmmUnaryService
 from vlora.serving.service import Service
+from vlora.serving.tenant_pool import TenantPool
 from vlora.serving.tensors import Tensors, flag, strings
 from vlora.serving.vision_encoder import VisionService
 from vlora.vision.adapters import VisionPart
@@ -102,7 +102,7 @@ class LmmSetting(Setting):
         self.table = RequestTable(MAX_BYTES)
         self.engine = FakeEngine(adapter("a"), adapter("finder", ("refer",)), table=self.table)
         self.engine.max_admitted = self.full
-        self.pool = ThreadPoolExecutor(1)
+        self.pool = TenantPool(self.threads, "encode")
         self.encoded: list[Tensors] = []
         self.encoded_ids: list[str] = []
         self.encode_error: Exception | None = None
@@ -149,7 +149,7 @@ class UnarySetting(Setting):
         self.calls: list[tuple[Tensors, str]] = []
         self.answers: list[Tensors] = [{"text_output": strings(["answer"])}]
         self.error: Exception | None = None
-        self.pool = ThreadPoolExecutor(self.threads)
+        self.pool = TenantPool(self.threads, "relay")
         self.table = RequestTable(MAX_BYTES)
         limits = self.threads + self.full, self.threads
         self.service = LmmUnaryService(

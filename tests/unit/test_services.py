@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,8 +40,10 @@ from vlora.errors import (
 from vlora.request import OutputSink, Request
 from vlora.serving import lmm as lmm_service
 from vlora.serving.arrivals import ARRIVAL_INPUT
+from vlora.serving.codec import prepare
 from vlora.serving.lmm import LONG_PROMPT, MAX_BROKEN, STRUCTURED_THREADS, ServerDescription
 from vlora.serving.lmm_unary import inner_request
+from vlora.serving.tenant_pool import TenantPool
 from vlora.serving.tensors import flag, strings
 from vlora.serving.vision_encoder import features_from
 from vlora.vision.adapters import VisionPart
@@ -241,6 +246,61 @@ def test_a_tenant_leaves_threads_for_structures_to_others(lmm: LmmSetting) -> No
     until(lambda: len(lmm.engine.requests) == STRUCTURED_THREADS + 5)
 
 
+def test_a_conversation_of_more_messages_than_the_context_holds_is_not_rendered(
+    lmm: LmmSetting,
+) -> None:
+    lmm.table._max_bytes = math.inf
+    message = {"role": "user", "content": ""}
+    # The template of this test refuses the shorter conversation itself.
+    for count, reason in ((1024, "has no chat template"), (1025, "holds 1024 tokens")):
+        text = json.dumps({"messages": [message] * count})
+        sent = lmm.ask(text_input=strings([text]), messages=flag(True))
+        assert sent.done.wait(30)
+        assert isinstance(sent.failure, InvalidArgument)
+        assert reason in sent.failure.message
+
+
+def test_one_long_prompt_is_rendered_at_a_time(
+    lmm: LmmSetting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendering, most = [], []
+
+    def slow(*given: Any) -> Any:
+        rendering.append(1)
+        most.append(len(rendering))
+        time.sleep(0.01)
+        rendering.pop()
+        return prepare(*given)
+
+    monkeypatch.setattr("vlora.serving.lmm.prepare", slow)
+    lmm.engine.max_admitted = None
+    lmm.table._max_bytes = math.inf
+    pool = TenantPool(4, "encode")
+    monkeypatch.setattr(lmm.service, "_pool", pool)
+    for _ in range(8):
+        lmm.ask(**LONG)
+    until(lambda: len(lmm.engine.requests) == 8)
+    pool.shutdown()
+    assert max(most) == 1
+
+
+def test_a_tenant_leaves_threads_of_a_pool_to_others() -> None:
+    pool, gate, begun = TenantPool(4, "test"), threading.Event(), []
+
+    def work(tenant: str | None) -> None:
+        begun.append(tenant)
+        assert gate.wait(30)
+
+    for tenant in [*["alice"] * 10, *["bob"] * 3]:
+        pool.submit(tenant, partial(work, tenant))
+    until(lambda: "bob" in begun)
+    assert begun.count("alice") == 2
+    gate.set()
+    until(lambda: len(begun) == 13)
+    pool.shutdown()
+    assert begun.index("bob", begun.index("bob") + 1) < 9, "tenants take turns"
+
+
 def test_a_long_prompt_that_waits_is_cancelled(lmm: LmmSetting) -> None:
     lmm.occupy()
     long = lmm.ask("a-long-request-id", **LONG)
@@ -324,7 +384,9 @@ def test_a_request_that_is_being_encoded_ends_at_once_and_the_encoder_is_notifie
     assert isinstance(responder.error, Cancelled)
     until(lambda: lmm.passed_on == ["x" * 16] * by_its_id + lmm.encoded_ids)
     lmm.gate.set()
-    lmm.pool.submit(lambda: None).result()
+    free = threading.Event()
+    lmm.pool.submit(None, free.set)
+    assert free.wait(30)
     assert lmm.engine.requests == []
 
 

@@ -9,16 +9,15 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vlora.config import Limits
-from vlora.errors import Cancelled
+from vlora.errors import Cancelled, InvalidArgument
 from vlora.request import ImageFeatures, Output
 from vlora.sampling import ADAPTER_KEY, MEDIA_KEYS
 from vlora.serving.answer_writer import AnswerWriter
@@ -35,6 +34,7 @@ from vlora.serving.codec import (
     read_call,
 )
 from vlora.serving.service import ServedRequest, Service
+from vlora.serving.tenant_pool import TenantPool
 from vlora.serving.tensors import Tensors, bytes_of, strings
 from vlora.tasks import TASKS
 from vlora.vision.chat_template import ChatTemplate
@@ -76,7 +76,7 @@ class LmmService(Service):
         template: ChatTemplate,
         limits: Limits,
         encode: Encode,
-        pool: Executor,
+        pool: TenantPool,
         stamps: ArrivalStamps,
         observe: Callable[[str | None], Observe] = lambda adapter: lambda output: None,
         cancel_elsewhere: Callable[[str], None] = lambda client_id: None,
@@ -94,17 +94,15 @@ class LmmService(Service):
         self._routes = routes
         self._describe = describe
         self._cancels = ThreadPoolExecutor(1, thread_name_prefix="cancel")
-        self._structured = ThreadPoolExecutor(STRUCTURED_THREADS, thread_name_prefix="structured")
-        self._lock = threading.Lock()
-        self._threads: Counter[str | None] = Counter()  # Used for structures, by tenant.
-        self._put_off: list[ServedRequest] = []
+        self._structured = TenantPool(STRUCTURED_THREADS, "structured")
+        self._rendering = threading.Lock()
         super().__init__(engine.table, limits, stamps)
 
     def close(self) -> None:
         """Refuse new requests and those that wait for a thread. The engine drains all others."""
         super().close()
         self._cancels.shutdown()
-        self._structured.shutdown(cancel_futures=True)
+        self._structured.shutdown()
 
     def _start(
         self, request: ServedRequest, tensors: Tensors, parameters: Mapping[str, Any]
@@ -116,34 +114,23 @@ class LmmService(Service):
         self._engine.admit(request, bytes_of(tensors))
         call = read_call(tensors, parameters, self._limits, self._stamps.read(tensors))
         self._engine.share(request, call.freshness.cache_salt)
+        self._check_messages(call)
         if call.raw_images or len(call.text) > LONG_PROMPT or is_structured(call):
             pool, work = self._pool, partial(self._encode_then_submit, request, call)
             if is_structured(call):
-                pool, work = self._structured, partial(self._in_share, request, work)
+                pool = self._structured
             self._wait_for(pool, request, call.freshness, work)
         else:
             self._submit(request, call)
 
-    def _in_share(self, request: ServedRequest, work: Callable[[], None]) -> None:
-        """Do work on a structure, or put it off if that would leave other tenants no thread."""
-        tenant = request.tenant
-        with self._lock:
-            left = STRUCTURED_THREADS - self._threads.total()
-            # A tenant may use as many threads as are left for all others.
-            if tenant is not None and self._threads[tenant] >= left:
-                request.work = partial(self._in_share, request, work)
-                self._put_off.append(request)
-                return
-            self._threads[tenant] += 1
-        try:
-            work()
-        finally:
-            with self._lock:
-                self._threads -= Counter([tenant])
-                waiting, self._put_off = self._put_off, []
-            with suppress(RuntimeError):  # After `close`, which has ended these requests.
-                for one in waiting:
-                    self._structured.submit(self._work_on, one)
+    def _check_messages(self, call: Call) -> None:
+        """Raise InvalidArgument for a conversation of which rendering takes long for nothing."""
+        messages = 0 if call.chat is None else len(call.chat.messages)
+        if messages > (context := self._engine.max_model_len):
+            raise InvalidArgument(
+                f"the conversation has {messages} messages; the context holds {context} tokens, and"
+                " each message takes at least one"
+            )
 
     def _encode_then_submit(self, request: ServedRequest, call: Call) -> None:
         size = request.size
@@ -173,7 +160,10 @@ class LmmService(Service):
         if self._routes and names_no_adapter(call):
             name = self._engine.adapters.route(call.task or DEFAULT_TASK, call.text)
         info = None if name is None else self._engine.adapters.info(name)
-        prepared, task = prepare(call, request.id, info, self._template)
+        # A template of Jinja is run by Python: several at a time would leave the engine's thread a
+        # small share of the GIL.
+        with self._rendering if len(call.text) > LONG_PROMPT else nullcontext():
+            prepared, task = prepare(call, request.id, info, self._template)
         writer = AnswerWriter(call, task, prepared.sampling.stream_interval_ms / 1e3)
         self._engine.submit(prepared, partial(self._answer, request, writer, self._observe(name)))
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from concurrent.futures import Executor
 from functools import partial
 from typing import Any
 
@@ -19,6 +18,7 @@ from vlora.live_requests import LiveRequest, RequestTable, State
 from vlora.serving.arrivals import ARRIVAL_INPUT, ArrivalStamps
 from vlora.serving.codec import freshness_of, read_sampling
 from vlora.serving.service import ServedRequest, Service
+from vlora.serving.tenant_pool import TenantPool
 from vlora.serving.tensors import Array, Inputs, Tensors, bytes_of, flag, strings
 
 # Calls `lmm` with inputs and an id, and returns its responses, or raises its VLoraError.
@@ -39,7 +39,7 @@ class LmmUnaryService(Service):
     def __init__(
         self,
         ask: Ask,
-        pool: Executor,
+        pool: TenantPool,
         limits: Limits,
         stamps: ArrivalStamps,
         table: RequestTable,

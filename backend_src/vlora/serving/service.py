@@ -10,8 +10,8 @@ import threading
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from concurrent.futures import Executor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from vlora.config import Limits
@@ -23,6 +23,7 @@ from vlora.serving.arrivals import ArrivalStamps
 from vlora.serving.codec import is_cancel
 from vlora.serving.metrics import Exporter, Levels, Registry, level
 from vlora.serving.responder import Responder, as_vlora_error
+from vlora.serving.tenant_pool import TenantPool
 from vlora.serving.tensors import Tensors
 
 log = logging.getLogger(__name__)
@@ -127,12 +128,16 @@ class Service(ABC):
         self.table.end_waiting(request, Cancelled("the client has disconnected"))
 
     def _wait_for(
-        self, pool: Executor, request: ServedRequest, freshness: Freshness, work: Callable[[], None]
+        self,
+        pool: TenantPool,
+        request: ServedRequest,
+        freshness: Freshness,
+        work: Callable[[], None],
     ) -> None:
         """Let a request wait for a pool thread to do `work`, which must take it from the table."""
         request.work = work
         self.table.wait(request, freshness)
-        pool.submit(self._work_on, request)
+        pool.submit(request.tenant, partial(self._work_on, request))
 
     def _work_on(self, request: ServedRequest) -> None:
         work, request.work = request.work, None

@@ -6,7 +6,6 @@ It is a decoupled model: `execute` passes requests on and returns at once.
 from __future__ import annotations
 
 import logging
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from vlora.engine.loop import EngineLoop
@@ -16,6 +15,7 @@ from vlora.serving.metrics import ENGINE_PROGRESS, EngineExporter, ProgressExpor
 from vlora.serving.model_process import options_of_instance, require_one_instance
 from vlora.serving.peer_cancels import PeerCancels
 from vlora.serving.service import with_waiting
+from vlora.serving.tenant_pool import TenantPool
 from vlora.serving.triton.process import TritonProcess
 from vlora.vision.prompts import ChatTemplate
 
@@ -33,7 +33,7 @@ class TritonPythonModel:
         for note in options.notes:
             log.info(note)
         self._loop = EngineLoop.from_options(options, self._process.adapter_names())
-        self._pool = ThreadPoolExecutor(ENCODE_THREADS, thread_name_prefix="encode")
+        self._pool = TenantPool(ENCODE_THREADS, "encode")
         exporter = self._process.export(
             lambda registry: EngineExporter(
                 registry,
@@ -84,5 +84,5 @@ class TritonPythonModel:
         self._service.close()
         # No request is running: Triton unloads a model only after its last request.
         self._loop.shutdown(0)
-        self._pool.shutdown(cancel_futures=True)
+        self._pool.shutdown()
         self._process.release(self)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from vlora.live_requests import RequestTable
 from vlora.serving.arrivals import ArrivalStamps
 from vlora.serving.lmm_unary import LmmUnaryService
 from vlora.serving.service import WaitingExporter
+from vlora.serving.tenant_pool import TenantPool
 from vlora.serving.triton.process import TritonProcess
 
 MAX_CALLS = 128
@@ -19,7 +19,7 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         self._process = TritonProcess(args)
         options = self._process.options
-        self._pool = ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="relay")
+        self._pool = TenantPool(MAX_CALLS, "relay")
         table = RequestTable(options.limits.max_in_flight_bytes)
         self._process.export(
             lambda registry: WaitingExporter(registry, self._process.labels, table)
