@@ -37,9 +37,13 @@ def dynamic_units(build: Path) -> list[Unit]:
         headers = (f"quantized/dynamic_{name}.h", "quantized/dynamic_vectors.h")
         source = "DynamicKernels dynamic_kernels() { return dynamic_kernels_of_vectors(); }\n"
         units.append(kernels.unit(build, "quantized", "dynamic", isa, headers, source))
+    for isa in TILES:
+        headers = (f"runtime/tile_{isa.name}.h", "quantized/dynamic_tiles.h")
+        source = "DynamicKernels dynamic_kernels() { return dynamic_kernels_of_tiles(); }\n"
+        units.append(kernels.unit(build, "quantized", "dynamic", isa, headers, source))
     names = ("DynamicKernels", "dynamic_kernels")
     header = "quantized/dynamic.h"
-    return [*units, kernels.pointer_table(build, "quantized", header, *names, tuple(DYNAMIC))]
+    return [*units, kernels.pointer_table(build, "quantized", header, *names, (*DYNAMIC, *TILES))]
 
 
 def body(isa: Isa) -> str:

@@ -16,13 +16,15 @@ constexpr int64_t kPieceBytes = 64 << 10;
 // Maximum number of panels that a kernel multiplies together.
 constexpr int64_t kTogether = 4;
 
-// All kernels compute the same. AMX would be slower than VNNI: it stores the sums of each group
-// after two products of tiles.
-const DynamicKernels& current_kernels() {
+// Fewest rows of x that are multiplied by tiles. VNNI is faster for fewer.
+constexpr int64_t kMinTileRows = 12;
+
+const DynamicKernels& current_kernels(int64_t rows) {
   using runtime::Isa;
   Isa isa = runtime::isa(Dtype::kBf16);
-  if (isa == Isa::kTwin) isa = Isa::kScalar;
-  if (isa > Isa::kAvx2) isa = multiplies_bytes() ? Isa::kAvx512 : Isa::kAvx2;
+  if (rows < kMinTileRows && isa == Isa::kTwin) isa = Isa::kScalar;
+  if (isa > Isa::kAvx2 && (rows < kMinTileRows || isa != Isa::kAmx))
+    isa = multiplies_bytes() ? Isa::kAvx512 : Isa::kAvx2;
   return *dynamic_kernels(isa);
 }
 
@@ -34,12 +36,13 @@ bool multiplies_bytes() {
 
 void multiply_dynamic(const Product& p, int threads) {
   if (p.rows <= 0 || p.w.n <= 0) return;
-  const DynamicKernels& kernels = current_kernels();
+  const DynamicKernels& kernels = current_kernels(p.rows);
   DynamicRows x{};
   x.tiles = ceil_div(p.rows, kernels.tile_rows);
   x.blocks = p.w.blocks();
   x.groups = ceil_div(x.blocks * kBlock, kDynamicGroup);
-  const int64_t line_floats = p.rows * x.blocks * kernels.line_bytes / 4;
+  // Tile registers may read one line beyond the last.
+  const int64_t line_floats = (p.rows * x.blocks + 1) * kernels.line_bytes / 4;
   static thread_local runtime::LargeScratch scratch;
   float* const memory = scratch.get(line_floats + 2 * p.rows * x.groups);
   x.lines = reinterpret_cast<char*>(memory);
@@ -56,7 +59,7 @@ void multiply_dynamic(const Product& p, int threads) {
 }
 
 double multiply_bytes(int64_t rounds, int threads) {
-  const DynamicKernels& kernels = current_kernels();
+  const DynamicKernels& kernels = current_kernels(kMinTileRows);
   std::atomic<int64_t> operations{0};
   auto work = [&](const runtime::Team&) { operations += int64_t(kernels.peak(rounds)); };
   runtime::run_on(threads, work);

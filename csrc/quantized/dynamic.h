@@ -26,7 +26,7 @@ constexpr int64_t kDynamicPanel = kTilePanelRows;
 struct DynamicRows {
   char* lines;       // [tiles][blocks][rows of the tile][DynamicKernels::line_bytes]
   float* units;      // [rows][groups]; NaN if the group has a value that is not finite
-  int32_t* offsets;  // [rows][groups]: -128 times the sum of the integers
+  int32_t* offsets;  // [rows][groups]: -128 times the sum of the integers, if `run` reads it
   int64_t tiles, blocks, groups;
 };
 

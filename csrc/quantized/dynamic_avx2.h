@@ -19,6 +19,7 @@ struct Bytes {
   static constexpr int kFewRows = 1, kPanelsOfFewRows = 1;
   // A line has values 0 and 2 of four, then 1 and 3, as 16 bits.
   static constexpr int64_t kLineBytes = 2 * kBlock;
+  static constexpr bool kAddsOffsets = false;
   // Values 0 and 2, and 1 and 3, of 8 outputs in each half.
   struct Weights {
     __m256i even[2], odd[2];

@@ -19,6 +19,7 @@ struct Bytes {
   // Memory is read fastest in four streams.
   static constexpr int kFewRows = 4, kPanelsOfFewRows = 4;
   static constexpr int64_t kLineBytes = kBlock;
+  static constexpr bool kAddsOffsets = true;
   using Weights = __m512i;
   using Quad = __m512i;
   using Sums = __m512i;

@@ -2,12 +2,15 @@
 // after a struct Bytes that multiplies bytes (dynamic_scalar.h and so on).
 #pragma once
 
+#include <xmmintrin.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 
 #include "quantized/digits.h"
 #include "quantized/dynamic.h"
+#include "runtime/machine.h"
 #include "runtime/scratch.h"
 
 namespace vlora::quantized::VLORA_ISA {
@@ -23,6 +26,7 @@ struct DynamicTile {
   int64_t blocks, groups;
   float* y;
   ptrdiff_t y_stride;
+  bool streaming;  // whether y bypasses the caches
 };
 
 // Writes the integers of a group, of which `count` values exist. Compilers turn the loops into
@@ -51,12 +55,13 @@ inline void quantize_group(const float* x, int64_t count, int8_t (&integers)[kDy
   const float scale = finite ? 1 / *unit : 0;
   // The sum with this number has no bits after the point, and ends with those of the integer.
   constexpr float kRounding = 0x1.8p23f;
-  int32_t sum = 0;
-  for (int64_t i = 0; i < kDynamicGroup; ++i) {
+  for (int64_t i = 0; i < kDynamicGroup; ++i)
     integers[i] = int8_t(bits_of(x[i] * scale + kRounding));
-    sum += integers[i];
+  if constexpr (Bytes::kAddsOffsets) {
+    int32_t sum = 0;
+    for (int64_t i = 0; i < kDynamicGroup; ++i) sum += integers[i];
+    *offset = -128 * sum;
   }
-  *offset = -128 * sum;
 }
 
 inline void pack_dynamic(const Product& p, const DynamicRows& x, int64_t from, int64_t until) {
@@ -99,6 +104,8 @@ void for_each_dynamic_tile(const Product& p, const DynamicRows& x, int64_t from,
                            int64_t together, const Multiply& multiply) {
   const int64_t full = p.w.n / kDynamicPanel, panel_bytes = kDynamicPanel * p.w.row_bytes();
   static constexpr float kZeros[kDynamicPanel * 4] = {};
+  const bool writes_lines = reinterpret_cast<uintptr_t>(p.y) % 64 == 0 && p.y_stride % kLanes == 0,
+             streaming = writes_lines && p.rows * p.w.n * 4 > runtime::machine().l2;
   const auto multiply_tiles = [&](DynamicTile tile, int panels) {
     float* const y = tile.y;
     for (int64_t i = 0; i < x.tiles; ++i) {
@@ -124,9 +131,11 @@ void for_each_dynamic_tile(const Product& p, const DynamicRows& x, int64_t from,
                            x.blocks,
                            x.groups,
                            p.y + n,
-                           p.y_stride};
+                           p.y_stride,
+                           streaming};
     multiply_tiles(tile, int(panels));
   }
+  if (streaming) _mm_sfence();
   if (to <= full) return;
   const int64_t n = full * kDynamicPanel, count = p.w.n - n;
   static thread_local runtime::Scratch scratch;
@@ -135,7 +144,7 @@ void for_each_dynamic_tile(const Product& p, const DynamicRows& x, int64_t from,
   std::copy_n(p.w.scales + n, count, scales);
   if (p.bias) std::copy_n(p.bias + n, count, bias);
   multiply_tiles({last_panel(p.w), panel_bytes, scales, bias, nullptr, nullptr, nullptr, x.blocks,
-                  x.groups, y, kDynamicPanel},
+                  x.groups, y, kDynamicPanel, false},
                  1);
   for (int64_t t = 0; t < p.rows; ++t)
     std::copy_n(y + t * kDynamicPanel, count, p.y + t * p.y_stride + n);
@@ -148,12 +157,13 @@ VLORA_INLINE void add_scaled(V& total, const V& sums, float unit) {
 }
 
 // Writes bias + scale * total.
-VLORA_INLINE void write_outputs(const V& total, const float* scales, const float* bias, float* y) {
+VLORA_INLINE void write_outputs(const V& total, const float* scales, const float* bias, float* y,
+                                bool streaming) {
   V result = V::load(bias);
   const V scale = V::load(scales);
 #pragma GCC unroll 4
   for (int i = 0; i < V::kRegisters; ++i) result.r[i] = result.r[i] + total.r[i] * scale.r[i];
-  result.store(y);
+  streaming ? result.stream(y) : result.store(y);
 }
 
 }  // namespace vlora::quantized::VLORA_ISA

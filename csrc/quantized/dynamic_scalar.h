@@ -15,6 +15,7 @@ struct Bytes {
   static constexpr int kTileRows = 4, kPanels = 1;
   static constexpr int kFewRows = 1, kPanelsOfFewRows = 1;
   static constexpr int64_t kLineBytes = kBlock;
+  static constexpr bool kAddsOffsets = false;
   using Weights = const int8_t*;
   using Quad = const int8_t*;
   struct Sums {

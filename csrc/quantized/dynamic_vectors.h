@@ -60,7 +60,7 @@ void multiply_dynamic_tile(const DynamicTile& tile) {
 #pragma GCC unroll 16
     for (int t = 0; t < T; ++t)
       write_outputs(totals[p][t], tile.scales + p * kDynamicPanel, tile.bias + p * kDynamicPanel,
-                    tile.y + t * tile.y_stride + p * kDynamicPanel);
+                    tile.y + t * tile.y_stride + p * kDynamicPanel, tile.streaming);
 }
 
 // The kernels for P panels and 1, 2 and so on rows of x.

@@ -391,8 +391,9 @@ def test_sums_of_the_largest_weights_and_values_do_not_overflow(backend: Backend
 # ---- int8 weights with quantized activations -----------------------------------------------------
 
 DYNAMIC = Format(8, None, dynamic=True)
-# Outputs that fill panels or not; depths that end within, or at the end of, a block or a group.
-DYNAMIC_SHAPES = ((1, 1), (16, 64), (50, 100), (131, 257), (8, 31), (48, 832), (66, 1100))
+# Outputs that fill panels or not; depths that end within, or at the end of, a block or a group. 70
+# rows of the largest product do not fit into L2.
+DYNAMIC_SHAPES = ((1, 1), (16, 64), (50, 100), (131, 257), (8, 31), (48, 832), (66, 1100), (8216, 64))
 
 
 @pytest.mark.usefixtures("threads")
@@ -401,7 +402,7 @@ def test_products_with_quantized_activations_are_equal_bit_by_bit(backend: Backe
         weight = random_weight(DYNAMIC, width, depth)
         matrix = QuantizedMatrix(arranged(weight, backend), torch.randn(width))
         expected = QuantizedMatrix(weight, matrix._bias)
-        for rows in (0, 1, 2, 11, 12, 13, 17, 33, 70):
+        for rows in (0, 1, 2, 11, 12, 13, 15, 16, 17, 33, 70):
             x = torch.randn(rows, depth + 5)[:, 2 : depth + 2] * 10 ** torch.linspace(-9, 9, depth)
             x[:1] = 0
             product = matrix(x, backend=backend)
