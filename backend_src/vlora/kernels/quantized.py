@@ -218,7 +218,7 @@ def why_dynamic_is_slower(dtype: torch.dtype) -> str | None:
     except ImportError:
         return None
     if dtype == torch.bfloat16 and kernels.runtime.isa("bf16") == "amx":
-        return "AMX multiplies bfloat16 faster than AVX-512 VNNI multiplies bytes"
+        return "attention and LoRA use AMX only without quantized activations"
     return None if kernels.quantized.multiplies_bytes() else "it has no AVX-512 VNNI"
 
 

@@ -393,7 +393,10 @@ def test_sums_of_the_largest_weights_and_values_do_not_overflow(backend: Backend
 DYNAMIC = Format(8, None, dynamic=True)
 # Outputs that fill panels or not; depths that end within, or at the end of, a block or a group. 70
 # rows of the largest product do not fit into L2.
-DYNAMIC_SHAPES = ((1, 1), (16, 64), (50, 100), (131, 257), (8, 31), (48, 832), (66, 1100), (8216, 64))
+DYNAMIC_SHAPES = (
+    *((1, 1), (16, 64), (50, 100), (131, 257), (8, 31), (48, 832), (66, 1100)),
+    (8216, 64),
+)
 
 
 @pytest.mark.usefixtures("threads")
