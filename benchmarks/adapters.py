@@ -3,24 +3,17 @@
 The model is the demo checkpoint. Its steps are short, so the engine's overhead per step and the
 time to load an adapter weigh more here than with any larger model. All adapters have random
 weights and the same rank, and change all projections.
-
-The last part compares one page pool with a static split of the same bytes, where a wall separates
-the pages of adapters from those of keys and values (KV pages). It counts the KV pages whose adapter
-is not resident: they occupy memory and no step can use them. The paper on ExpertWeave reports up to
-46.5 % of such pages under a static partition.
 """
 
 from __future__ import annotations
 
 import random
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any, ClassVar
-from unittest.mock import patch
 
 import torch
 
@@ -29,20 +22,11 @@ from benchmarks.frame import DemoBenchmark, Row, matching
 from benchmarks.llava import save_adapter
 from vlora.config import Options
 from vlora.engine.engine import Engine
-from vlora.engine.sequence import scopes_of
 from vlora.load.contents import WORDS
-from vlora.memory.pool import Evictor, Owner, PagePool, Run, evict_oldest
-from vlora.memory.prefix import PrefixCache
 from vlora.model.decoder_config import DecoderConfig, load_config
 from vlora.weights.slab import ATTENTION
 
 BLOCK = 16
-CONCURRENT_REQUESTS = 16
-"""Number of requests of a trace that are submitted at the same time."""
-ZIPF_EXPONENT = 1.0
-CHURN_SET, CHURN_SHIFT, CHURN_INTERVAL = 8, 4, 40
-"""Churning trace: size of its working set, number of adapters that are replaced at a time, and
-number of requests between two replacements."""
 
 
 @dataclass(kw_only=True)
@@ -56,7 +40,6 @@ class Adapters(DemoBenchmark):
         "distinct_over_predicted": "≤ 1.1",
         "overcommit_throughput_ratio": "≥ 0.7",
         "overcommit_failed": "≤ 0",
-        "kv_without_adapter": "≤ 0",
         "steps_that_waited_for_disk": "≤ 0",
     }
 
@@ -73,7 +56,7 @@ class Adapters(DemoBenchmark):
         many = ManyAdapters(self.model, scratch, self.values)
         rate = self.roofline(self.threads).measure_bandwidth
         distinct = lambda: many.run_distinct(rate)  # noqa: E731
-        return [many.run_registered, many.run_resident, distinct, many.run_burst, many.run_split]
+        return [many.run_registered, many.run_resident, distinct, many.run_burst]
 
     def measure(self, cell: Callable[[], Iterator[Row]]) -> Iterator[Row]:
         for row in cell():
@@ -93,7 +76,7 @@ class ManyAdapters:
 
     def __init__(self, model: Path, scratch: Path, grid: Mapping[str, Any]) -> None:
         self._model, self._scratch, self._grid = model, scratch, grid
-        count = max(grid["burst"]["adapters"], grid["split"]["registered"], *grid["resident"])
+        count = max(grid["burst"]["adapters"], *grid["resident"])
         self.names = save_adapters(scratch / "all", load_config(model), grid["rank"], count)
         engine = Engine(self.options(self.link_folders("one", self.names[:1])))
         handle = engine.adapters.handle(self.names[0])
@@ -131,19 +114,12 @@ class ManyAdapters:
             (root / f"z{index:04}").symlink_to(target)
         return root
 
-    def requests(self, adapters: Sequence[str], seed: int, shared: int = 0) -> list[DriverRequest]:
-        """Return one request per name in `adapters`.
-
-        shared: number of leading prompt tokens that all requests for an adapter share. They do
-            not depend on the seed.
-        """
+    def requests(self, adapters: Sequence[str], seed: int) -> list[DriverRequest]:
+        """Return one request per name in `adapters`."""
         rng = random.Random(seed)
-
-        def prompt(name: str) -> str:
-            prefix = random.Random(name).choices(WORDS, k=shared // 2)
-            return "<s>" + " ".join(prefix + rng.choices(WORDS, k=self._grid["prompt"] // 2))
-
-        return [DriverRequest(prompt(name), name, self._grid["output"]) for name in adapters]
+        length, output = self._grid["prompt"] // 2, self._grid["output"]
+        prompts = ["<s>" + " ".join(rng.choices(WORDS, k=length)) for _ in adapters]
+        return [DriverRequest(*pair, output) for pair in zip(prompts, adapters, strict=True)]
 
     def run_registered(self) -> Iterator[Row]:
         """Measure requests for a few adapters, on an engine that knows only these and on one that
@@ -235,48 +211,6 @@ class ManyAdapters:
         figures = tier_figures(engine) | {"over_first": outcome.throughput / fits.throughput}
         yield row_of("burst", "room for few", outcome, figures)
 
-    def run_split(self) -> Iterator[Row]:
-        """Measure traces on an engine with one pool and on one with a split pool.
-
-        All adapters are in host memory. All requests for one adapter share the start of their
-        prompt.
-        """
-        split = self._grid["split"]
-        names = self.names[: split["registered"]]
-        length = split["shared"] + self._grid["prompt"] + self._grid["output"] + BLOCK
-        options = self.options(
-            self.link_folders("split", names),
-            adapter_pool_bytes=split["room"] * self.pool_bytes,
-            kv_cache_tokens=split["kv_requests"] * length,
-            max_model_len=length,
-            enable_prefix_caching=True,
-        )
-        for kind in split["kinds"]:
-            order = draw_names(kind, names, split["requests"])
-            rounds = [
-                self.requests(order[start : start + CONCURRENT_REQUESTS], start, split["shared"])
-                for start in range(0, len(order), CONCURRENT_REQUESTS)
-            ]
-            unpaired = [UnpairedPages() for _ in SIDES]
-            drivers = [
-                Driver(make(options), pages.count)
-                for make, pages in zip(SIDES.values(), unpaired, strict=True)
-            ]
-            outcomes = take_turns(drivers, rounds)
-            for side, driver, pages, own in zip(SIDES, drivers, unpaired, outcomes, strict=True):
-                driver.engine.check_integrity()
-                pairs = zip(own, outcomes[-1], strict=True)
-                stats = driver.engine.stats()
-                figures = tier_figures(driver.engine) | {
-                    "kv_without_adapter": max(pages.held),
-                    "cached_without_adapter": mean(pages.cached),
-                    "cached_tokens": stats.cached_tokens
-                    / (stats.cached_tokens + stats.prompt_tokens),
-                    "throughput_over_split": median(a.throughput / b.throughput for a, b in pairs),
-                }
-                assert side == SPLIT or figures["kv_without_adapter"] == 0, "KV without its adapter"
-                yield row_of("split", f"{kind}, {side}", Outcome.joined(own), figures)
-
 
 def take_turns(
     drivers: Sequence[Driver], rounds: Iterable[Sequence[DriverRequest]], *, watch: bool = False
@@ -313,14 +247,11 @@ def tier_figures(engine: Engine) -> Row:
 
 
 def summarize(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the summary, with None for parts that were not run.
-
-    Figures of the split are means over the traces, and the maximum of `kv_without_adapter`.
-    """
+    """Return the summary, with None for parts that were not run."""
     last = {row["what"]: row for row in rows if row["what"] in ("registered", "resident")}
     distinct = [row["over_predicted"] for row in matching(rows, what="distinct")]
     few = next(iter(matching(rows, setting="room for few")), {})
-    summary = {
+    return {
         "registered_2000_vs_5": last.get("registered", {}).get("throughput_over_first"),
         "resident_64_vs_8": last.get("resident", {}).get("latency_over_first"),
         "distinct_over_predicted": max(distinct, default=None),
@@ -328,16 +259,6 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
         "overcommit_failed": few.get("failed"),
         "steps_that_waited_for_disk": sum(row["disk_steps"] for row in rows),
     }
-    for side, suffix in ((ONE_POOL, ""), (SPLIT, "_split")):
-        own = [row for row in matching(rows, what="split") if row["setting"].endswith(side)]
-        for key in ("cached_without_adapter", "cached_tokens"):
-            summary[key + suffix] = mean(row[key] for row in own) if own else None
-        if side == ONE_POOL:
-            held = [row["kv_without_adapter"] for row in own]
-            summary["kv_without_adapter"] = max(held, default=None)
-            ratios = [row["throughput_over_split"] for row in own]
-            summary["throughput_over_split"] = mean(ratios) if ratios else None
-    return summary
 
 
 def _middle(outcomes: Sequence[Outcome]) -> Outcome:
@@ -359,124 +280,3 @@ def save_adapters(root: Path, config: DecoderConfig, rank: int, count: int) -> l
         targets = sorted(config.target_shapes)
         save_adapter(root / name, rank, shapes, targets, generator, torch.float32)
     return names
-
-
-def draw_names(kind: str, names: Sequence[str], count: int) -> list[str]:
-    """Return the adapter of each of `count` requests.
-
-    kind: "zipf" (most requests are for few adapters) or "churning" (a working set of CHURN_SET
-        adapters, of which some are replaced regularly).
-    """
-    rng = random.Random(kind)
-    if kind == "zipf":
-        weights = [1 / (rank + 1) ** ZIPF_EXPONENT for rank in range(len(names))]
-        return rng.choices(names, weights, k=count)
-    return [
-        names[(i // CHURN_INTERVAL * CHURN_SHIFT + rng.randrange(CHURN_SET)) % len(names)]
-        for i in range(count)
-    ]
-
-
-class SplitPool(PagePool):
-    """Pool with a wall: adapters use the first `wall` pages, keys and values the other pages.
-
-    Each side makes space by evicting its own pages only.
-    """
-
-    def __init__(self, wall: int, above: int) -> None:
-        super().__init__(wall + above)
-        self.wall = wall
-
-    def can_allocate(self, count: int) -> bool:
-        """Return whether `count` pages for keys and values are free or can be evicted."""
-        free = self._owner.count(Owner.FREE, self.wall)
-        return count <= free + sum(e.evictable_pages(count) for e in self._side(runs=False))
-
-    def can_allocate_run(self, count: int, kv_pages: int = 0) -> bool:
-        """Return whether `count` pages for an adapter are free or can be evicted.
-
-        The pages may not be adjacent. Then `allocate_run` returns None.
-
-        kv_pages: ignored, because keys and values use the other side of the wall.
-        """
-        free = self._owner.count(Owner.FREE, 0, self.wall)
-        return count <= free + sum(e.evictable_pages(count) for e in self._side(runs=True))
-
-    def allocate(self, count: int) -> list[int] | None:
-        if not self.can_allocate(count):
-            return None
-        while self._owner.count(Owner.FREE, self.wall) < count:
-            evict_oldest(self._side(runs=False))
-        return super().allocate(count)
-
-    def allocate_run(self, count: int) -> Run | None:
-        if not self.can_allocate_run(count):
-            return None
-        while (first := self._owner.find(bytes(count), 0, self.wall)) < 0:
-            if not evict_oldest(self._side(runs=True)):
-                return None
-        return self._take_run(first, count)
-
-    def _side(self, *, runs: bool) -> list[Evictor]:
-        """Return the evictors of adapters if `runs`, otherwise those of keys and values."""
-        return [evictor for evictor in self.evictors if (evictor is self.run_evictor) == runs]
-
-    def check_integrity(self) -> None:
-        super().check_integrity()
-        below, above = self._owner[: self.wall], self._owner[self.wall :]
-        assert set(below) <= {Owner.FREE, Owner.ADAPTER}, "keys and values below the wall"
-        assert Owner.ADAPTER not in above, "an adapter above the wall"
-
-
-class SplitPrefixCache(PrefixCache):
-    """Prefix cache that does not prefer to evict the blocks of evicted adapters."""
-
-    def evict_first(self, scope: str) -> None:
-        """Leave the order of eviction as it is."""
-
-
-def split_engine(options: Options) -> Engine:
-    """Return an engine whose memory has a wall between KV pages and adapter pages."""
-    kv_pages = options.kv_cache_tokens // options.block_size
-
-    def split_pool(total: int) -> SplitPool:
-        return SplitPool(total - kv_pages, kv_pages)
-
-    with (
-        patch("vlora.engine.memory.PagePool", split_pool),
-        patch("vlora.engine.memory.PrefixCache", SplitPrefixCache),
-    ):
-        return Engine(options)
-
-
-ONE_POOL, SPLIT = "one pool", "static split"
-SIDES: Mapping[str, Callable[[Options], Engine]] = {ONE_POOL: Engine, SPLIT: split_engine}
-
-
-@dataclass
-class UnpairedPages:
-    """Number of unpaired pages after each step.
-
-    An unpaired page is a KV page whose adapter is not resident. Every request of this benchmark has
-    an adapter.
-
-    held: for each step, number of unpaired pages that running requests hold.
-    cached: for each step, number of unpaired pages that only the prefix cache holds, divided by the
-        number of KV pages that requests or the prefix cache hold.
-    """
-
-    held: list[int] = field(default_factory=list)
-    cached: list[float] = field(default_factory=list)
-
-    def count(self, engine: Engine) -> None:
-        """Count an engine's pages and append the results to `held` and `cached`."""
-        assert engine.memory.prefix is not None
-        resident = set(engine.adapters.resident.values())
-        unpaired = (s for s in engine.scheduler.running if s.adapter not in resident)
-        self.held.append(len({page for sequence in unpaired for page in sequence.table.pages}))
-        scopes = {scope for handle in resident for scope in scopes_of(handle)}
-        # The scope in a block's key names the adapter that the block was computed with.
-        prefix = engine.memory.prefix
-        cached = Counter(prefix._keys[page].scope for page in prefix._idle).items()
-        pages = sum(count for scope, count in cached if scope not in scopes)
-        self.cached.append(pages / max(1, engine.pool.kv + engine.pool.cached))

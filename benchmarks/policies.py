@@ -40,8 +40,6 @@ EXERCISED = 0.05
 """Share of merged and mixture steps, or of each mode, above which it counts as exercised."""
 DEADLINES_IN, DEADLINES = 3, (0.5, 2.0)
 """One trace in so many has deadlines: FCFS's median latency times a number from this range."""
-SLOW_PRODUCT = 2.5
-"""Time of a merge by torch's `addmm` / by the package's kernel, in fp32 (`benchmarks switch`)."""
 FIGURES = ("mean", "p99", "duration")
 """Figures in seconds have these keys with `_s`, and those relative to FCFS without."""
 
@@ -403,7 +401,7 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def draw_figures(rows: Sequence[Row], folder: Path) -> Iterator[Path]:
-    """Draw figures 19 (each trace by skew), 20 (what a merge saves) and 21 (switches)."""
+    """Draw figures 19 (each trace by skew) and 20 (what a merge saves)."""
     for title, own in (("replayed", replayed(rows)), ("simulated", on_chips(rows))):
         known = relative(own)
         path = folder / f"{title}.png"
@@ -417,7 +415,6 @@ def draw_figures(rows: Sequence[Row], folder: Path) -> Iterator[Path]:
                 plot.set_yscale("log")
             yield path
     yield draw_modes(folder / "modes.png")
-    yield draw_switches(folder / "switches.png")
 
 
 def draw_modes(path: Path) -> Path:
@@ -438,41 +435,3 @@ def draw_modes(path: Path) -> Path:
             plot.plot(shares, ratios, label=f"{chip}, rank {rank}, batch {batch}")
         plot.axhline(1.0, color="gray", linewidth=0.5)
     return path
-
-
-def draw_switches(path: Path) -> Path:
-    """Draw simulated latencies with two adapters, by how the weights are switched.
-
-    "in place" subtracts the old adapter and adds the new one, each in SLOW_PRODUCT times the time
-    of the package's kernel. `dlora` switches in the same way.
-    """
-    with frame.figure(path, "skew", f"mean latency / {FCFS}'s") as plot:
-        for chip in ("avx512", "gpu"):
-            points: dict[str, list[tuple[float, float]]] = {}
-            for seed, skew in enumerate((0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9), 1):
-                sizes = (2, "poisson", CHIPS[chip].scale, 16, 4, 128, False)
-                case = Case(chip, seed, "retrieval", skew, 0.9, *sizes)
-                for label, ratio in latencies_by_switch(case).items():
-                    points.setdefault(label, []).append((skew, ratio))
-            for label, own in points.items():
-                plot.plot(*zip(*own, strict=True), "o-", label=f"{chip}, {label}")
-        plot.axhline(1.0, color="gray", linewidth=0.5)
-        plot.set_yscale("log")
-    return path
-
-
-def latencies_by_switch(case: Case) -> dict[str, float]:
-    """Return mean latencies of the case's trace, divided by that of FCFS."""
-    swift, slow = ChipEngine(case), ChipEngine(case)
-    fixed, per_product = swift.costs.profile.merge
-    merge = (SLOW_PRODUCT * fixed, SLOW_PRODUCT * per_product)
-    profile = replace(swift.costs.profile, merge=merge)
-    slow.costs = replace(slow.costs, profile=profile, in_place=True)
-    trace = timed_trace(case, swift)
-
-    def mean(engine: ChipEngine, name: str) -> float:
-        return fmean(engine.simulate(name, trace, **case.options).outcome.end)
-
-    base = mean(swift, FCFS)
-    named = {PAPER: swift, f"{PAPER}, in place": slow, "dlora": slow}
-    return {label: mean(engine, label.split(",")[0]) / base for label, engine in named.items()}

@@ -223,7 +223,7 @@ def test_a_run_replays_a_bounded_number_of_traces_and_a_later_one_continues_it(
     assert len(written["rows"]) == len(replayed) + 5
     assert written["summary"]["noise_floor"] > 0
     drawn = {path.name for path in (tmp_path / "plots").iterdir()}
-    assert drawn == {"replayed.png", "simulated.png", "modes.png", "switches.png"}
+    assert drawn == {"replayed.png", "simulated.png", "modes.png"}
     result = CliRunner().invoke(command_line("policies"), [*files, "--dtype", "fp32"])
     assert result.exit_code != 0
     assert "other conditions" in result.output
