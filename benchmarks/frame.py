@@ -45,11 +45,11 @@ REGISTRY: Mapping[str, str] = {
     "engine": "Sixteen concurrent requests (four with --quick) in process, over gRPC and on PEFT.",
     "switch": "Merging all layers, mode switches, LoRA in mixture mode, drift of merging in place.",
     "policies": "Scheduling policies on seeded traces, measured in real time and simulated.",
-    "adapters": "Many adapters: registered, resident, distinct, more than fit, and a split pool.",
+    "adapters": "Many adapters: registered, resident, distinct, and more than fit.",
     "premerge": "Steps before and after premerging, by the hot adapter's share of the requests.",
     "prefix": "Rounds of questions about one image, with and without the cache.",
     "activated": "Questions about one image by activated adapters, against ordinary ones.",
-    "gateway": "The gateway against gRPC directly, idle connections, and streams that are cut.",
+    "gateway": "The gateway against gRPC directly.",
     "scale": "Envoy's cost, replicas, many adapters on several servers, and a rolling restart.",
     "structured": "Requests whose answers follow a schema or an expression, against free ones.",
 }

@@ -2,7 +2,7 @@
 
 For each step it measures the time with several numbers of adapters, the time without recordings,
 the shares of its parts, and the share of Python. Once per type it measures the slow-down by a busy
-core, and the memory of the weights. The roofline of a quantized type counts the bytes of its
+core. The roofline of a quantized type counts the bytes of its
 quantized weights.
 """
 
@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import patch
 
@@ -33,8 +32,6 @@ from vlora.atmm.search.timing import Timing
 from vlora.kernels import ops
 from vlora.model import step_recordings
 from vlora.model.attention import AttentionPlan
-from vlora.model.decoder_config import load_config
-from vlora.model.loader import load_weights
 
 READ_BYTES, MULTIPLY_ROUNDS = 256 << 20, 2_000_000
 SPARE_POSITIONS = 64
@@ -138,8 +135,7 @@ class Step(ThreadedBenchmark):
         self._cells = grid_cells(self.values, types, quick=self.quick)
         self._on_gpu = self.device != "cpu"
         self._rounds, self._budget = QUICK if self.quick else FULL
-        self._others: dict[str, Any] = {"busy_neighbour": None}
-        """Figures of the summary that are not in the rows."""
+        self._slowest: float | None = None
 
     def cells(self) -> Sequence[list[StepCell]]:
         groups = itertools.groupby(self._cells, key=lambda cell: (cell.model, cell.dtype))
@@ -163,11 +159,8 @@ class Step(ThreadedBenchmark):
             self.status(step_cell.name)
             yield self._measure_step(step_cell, model, tiny)
         if first.model == self._cells[0].model:
-            self.status("a busy core, and memory")
-            known = self._others["busy_neighbour"] or 0.0
-            self._others["busy_neighbour"] = max(known, self._slow_down(typical, model))
-            weights = {"weights": weights_mib(checkpoint.folder, first.dtype)}
-            self._others[f"memory_mib_{first.dtype}"] = weights
+            self.status("a busy core")
+            self._slowest = max(self._slowest or 0.0, self._slow_down(typical, model))
 
     def _measure_step(
         self, cell: StepCell, model: SyntheticModel, tiny: SyntheticModel | None
@@ -222,7 +215,7 @@ class Step(ThreadedBenchmark):
         return timed["disturbed"].median / timed["undisturbed"].median
 
     def summarize(self) -> dict[str, Any]:
-        return summarize(self.rows) | self._others
+        return summarize(self.rows) | {"busy_neighbour": self._slowest}
 
     def tables(self) -> Iterable[RenderableType]:
         adapters = sorted({int(n) for row in self.rows for n in row["ms"]})
@@ -394,12 +387,3 @@ def spinning_process(core: int) -> Iterator[Callable[[], Any]]:
     finally:
         process.kill()
         process.communicate()
-
-
-def weights_mib(folder: Path, dtype: str) -> int:
-    """Return the MiB that the weights of a checkpoint take in one type of MODEL_TYPES."""
-    chosen = MODEL_TYPES[dtype]
-    weights = load_weights(folder, load_config(folder), DTYPES[chosen.dtype], chosen.form)
-    parts = [weights.slab, weights.embedding, weights.lm_head, weights.final_norm]
-    parts += [*weights.norms.values(), *weights.biases.values()]
-    return sum({id(part): part.nbytes for part in parts}.values()) >> 20

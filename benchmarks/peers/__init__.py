@@ -16,7 +16,7 @@ import itertools
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -72,7 +72,6 @@ class Peers(ThreadedBenchmark):
     setup: Annotated[
         bool, typer.Option("--setup", help="Install the peers' packages and measure nothing.")
     ] = False
-    plot: frame.PlotFolder = None
 
     def prepare(self) -> None:
         super().prepare()
@@ -227,11 +226,6 @@ class Peers(ThreadedBenchmark):
     def summarize(self) -> dict[str, Any]:
         return summarize(self.rows)
 
-    def draw(self) -> Iterable[Path]:
-        if self.plot is None:
-            return []
-        return [draw(self.rows, self.plot / "peers.png")]
-
 
 def figures(runs: Sequence[Sequence[Answer]]) -> Row:
     """Return the medians of the figures of several runs of a load, and their noise.
@@ -268,21 +262,3 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
         best = f"over_best_{cell}"
         summary[best] = max(summary.get(best, 0.0), row["over"])
     return summary
-
-
-def draw(rows: Sequence[Row], path: Path) -> Path:
-    """Draw the average token latency of each system in each cell as bars."""
-    systems = list(dict.fromkeys(row["system"] for row in rows))
-    cells = sorted({(row["requests"], row["adapters"]) for row in rows})
-    with frame.figure(path, "requests, adapters", "average token latency, ms", (11, 4)) as axes:
-        for number, system in enumerate(systems):
-            own = {
-                (row["requests"], row["adapters"]): row.get("token_latency_ms")
-                for row in matching(rows, system=system)
-            }
-            at = [i + (number - len(systems) / 2) / (len(systems) + 1) for i in range(len(cells))]
-            heights = [own.get(cell) or 0.0 for cell in cells]
-            axes.bar(at, heights, 1 / (len(systems) + 1), label=system, align="edge")
-        axes.set_xticks(range(len(cells)), [f"{r}, {a}" for r, a in cells])
-        axes.set_yscale("log")
-    return path
