@@ -142,6 +142,11 @@ def from_message(message: str) -> VLoraError:
     return BY_CODE[match[1]](match[2])
 
 
+def pause_after(failures: int, first: float, longest: float) -> float:
+    """Return the pause after a number of failures in a row: `first`, doubled up to `longest`."""
+    return min(first * 2.0 ** min(failures - 1, 64), longest)
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return a hint for an unknown name: `; did you mean 'x'?`, or "" if none is similar."""
     match = difflib.get_close_matches(word, list(known), n=1)

@@ -129,11 +129,10 @@ def test_the_quick_grid_is_a_part_of_the_full_grid() -> None:
     assert regimes >= {("decode", False), ("decode", True), ("prefill", False)}
 
 
-def test_a_timing_has_median_noise_and_variation() -> None:
+def test_a_timing_has_median_and_noise() -> None:
     timing = Timing((1.0, 2.0, 3.0, 4.0, 5.0))
     assert timing.median == 3
     assert timing.noise == pytest.approx(2 / 3)
-    assert timing.variation == pytest.approx(2.5**0.5 / 3)
 
 
 def test_a_slow_candidate_gets_fewer_samples_spread_over_the_rounds() -> None:

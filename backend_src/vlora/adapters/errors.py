@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from safetensors import SafetensorError
 
-from vlora.errors import AdapterBroken, InvalidArgument, OutOfMemory, shown
+from vlora.errors import AdapterBroken, InvalidArgument, OutOfMemory, pause_after, shown
 from vlora.file_names import decoded
 from vlora.strict_json import load_object
 from vlora.tasks import TASKS
@@ -167,5 +167,5 @@ class Backoff:
 
     def failed(self, now: float) -> None:
         """Count a failed attempt at the time `now`, in seconds."""
-        self.due = now + min(FIRST_WAIT_SECONDS * 2**self.attempts, MAX_WAIT_SECONDS)
-        self.attempts = min(self.attempts + 1, 32)
+        self.attempts += 1
+        self.due = now + pause_after(self.attempts, FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS)

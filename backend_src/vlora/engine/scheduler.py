@@ -247,7 +247,6 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         sequence.leave()
-        sequence.preemptions += 1
         self.queue.add(sequence)
 
 

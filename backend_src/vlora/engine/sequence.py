@@ -84,7 +84,6 @@ class Sequence:
         self.table = table
         self.computed = 0
         self.cached = 0
-        self.preemptions = 0
         self.started = False
 
     # -- adapter and pages -------------------------------------------------------------------

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+from vlora.errors import pause_after
 from vlora.interpreters import python_command, python_environment
 from vlora.launcher import server_log
 from vlora.launcher.processes import ended_with, start_tied
@@ -106,11 +107,12 @@ class GatewayProcess:
         return not self._stopping and process.poll() is None
 
     def _watch(self, command: list[str]) -> None:
-        wait = FIRST_WAIT_SECONDS
-        process = self._process
+        failures, process = 0, self._process
         assert process is not None
         while True:
             status = process.wait()
+            failures += 1
+            wait = pause_after(failures, FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS)
             with self._changed:
                 if not self._stopping:
                     how = ended_with(status)
@@ -125,4 +127,3 @@ class GatewayProcess:
                     self._say(f"the gateway cannot be started: {error.strerror}")
             if self.wait_ready(partial(self._keeps_running, process)):
                 self._say(f"the gateway answers again at {self.url}/v1")
-            wait = min(2 * wait, MAX_WAIT_SECONDS)

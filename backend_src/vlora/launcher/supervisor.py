@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from vlora.errors import ServerError
+from vlora.errors import ServerError, pause_after
 from vlora.launcher.repository import ServerOptions
 from vlora.launcher.server import TritonServer
 
@@ -30,10 +30,6 @@ class RestartPolicy:
     quick_seconds: float = 60.0
     first_wait: float = 1.0
     max_wait: float = 30.0
-
-    def wait(self, failures: int) -> float:
-        """Return the seconds to wait after this number of failures in a series."""
-        return min(self.first_wait * 2.0 ** (failures - 1), self.max_wait)
 
 
 # Function that is called with a server that has become ready, and the seconds of its start.
@@ -93,7 +89,7 @@ class Supervisor:
                         f"{error}\ngiving up: the server failed {failures} times in a row,"
                         f" each time within {self._restart.quick_seconds:.0f} s after its start"
                     ) from None
-                wait = self._restart.wait(failures)
+                wait = pause_after(failures, self._restart.first_wait, self._restart.max_wait)
                 self._say(f"{error}\nrestarting in {wait:.0f} s")
             try:
                 self._sleep(wait)

@@ -12,7 +12,7 @@ from pathlib import Path
 from threading import Condition, Event, Thread
 from typing import TypeVar
 
-from vlora.errors import InvalidArgument
+from vlora.errors import InvalidArgument, pause_after
 from vlora.watch.chunks import Chunk, Chunker
 from vlora.watch.clock import unix_time
 from vlora.watch.config import Camera
@@ -71,21 +71,6 @@ class Mailbox:
         return chunk
 
 
-class Pauses:
-    """Growing pauses between two connections, with a random part, so that cameras of a server that
-    comes back do not all connect at once."""
-
-    def __init__(self) -> None:
-        self._next = MIN_PAUSE_SECONDS
-
-    def reset(self) -> None:
-        self._next = MIN_PAUSE_SECONDS
-
-    def draw(self) -> float:
-        pause, self._next = self._next, min(2 * self._next, MAX_PAUSE_SECONDS)
-        return pause * random.uniform(0.5, 1.0)
-
-
 class CameraReader:
     """Reads one camera in a thread of its own until it is stopped, or a file has ended.
 
@@ -136,7 +121,7 @@ class CameraReader:
         return Shot(encoded(pixels), small_grey(pixels) if self.camera.gate else None)
 
     def _run(self) -> None:
-        pauses, connections, is_repeated = Pauses(), 0, False
+        failures, connections, is_repeated = 0, 0, False
         try:
             while not self._stop.is_set():
                 if not self.camera.is_watched(datetime.now()):
@@ -155,8 +140,11 @@ class CameraReader:
                 if self._is_over(reason):
                     break
                 if time.monotonic() - began > STEADY_SECONDS:
-                    pauses.reset()
-                self._wait(reason, pauses.draw())
+                    failures = 0
+                failures += 1
+                pause = pause_after(failures, MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS)
+                # Cameras of a server that comes back do not all connect at once.
+                self._wait(reason, pause * random.uniform(0.5, 1.0))
         finally:
             self._be("stopped", self.detail)
 

@@ -23,7 +23,7 @@ from urllib.parse import quote, urlsplit
 
 from pydantic import Field, field_validator
 
-from vlora.errors import ServerError
+from vlora.errors import ServerError, pause_after
 from vlora.net import is_local
 from vlora.strict_yaml import Int, StrictModel, fill_variables
 from vlora.watch.disk_queue import SUFFIX, DiskQueue
@@ -204,19 +204,20 @@ class Delivery:
         self._queue.close()
 
     def _run(self) -> None:
-        pause = FIRST_PAUSE
+        failures = 0
         while True:
             self._wake.clear()
             sent = self._send_first()
             if sent is True:
-                pause = FIRST_PAUSE
+                failures = 0
             elif self._closing.is_set():
                 return
             elif sent is None:
                 self._wake.wait()
             else:
+                failures += 1
+                pause = pause_after(failures, FIRST_PAUSE, LAST_PAUSE)
                 self._closing.wait(pause * random.uniform(0.8, 1.2))
-                pause = min(2 * pause, LAST_PAUSE)
 
     def _send_first(self) -> bool | None:
         """Return whether the oldest message is done; None if there is none."""

@@ -31,7 +31,7 @@ from vlora.cli.common import console
 from vlora.cli.watch import shows_table
 from vlora.errors import ServerError
 from vlora.sampling import SamplingParams
-from vlora.watch.camera import Mailbox, Pauses, open_source
+from vlora.watch.camera import Mailbox, open_source
 from vlora.watch.chunks import Chunk
 from vlora.watch.config import Camera
 from vlora.watch.counts import StreamCounts
@@ -276,13 +276,6 @@ def test_a_camera_is_not_connected_outside_its_hours(start, monkeypatch):
     until(lambda: run["door"].counts.answered, 10)
     monkeypatch.setattr(Camera, "is_watched", lambda camera, time: False)
     until(lambda: run["door"].reader.detail == "outside its hours", 10)
-
-
-def test_pauses_grow_to_a_bound_and_are_drawn():
-    pauses = Pauses()
-    drawn = [pauses.draw() for _ in range(12)]
-    assert all(0.25 * 2**i <= pause <= 0.5 * 2**i for i, pause in enumerate(drawn[:6]))
-    assert all(15 <= pause <= 30 for pause in drawn[7:])
 
 
 @pytest.fixture

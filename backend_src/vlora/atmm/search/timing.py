@@ -25,11 +25,6 @@ class Timing:
         low, _, high = statistics.quantiles(self.samples, n=4, method="inclusive")
         return (high - low) / self.median
 
-    @property
-    def variation(self) -> float:
-        """Coefficient of variation: standard deviation divided by mean (figure 18 of the paper)."""
-        return statistics.stdev(self.samples) / statistics.fmean(self.samples)
-
 
 def rotated(names: Sequence[str], number: int) -> list[str]:
     """Return the names rotated to start at index `number` modulo their count."""
