@@ -186,8 +186,6 @@ class SyntheticModel:
     dtype: key of MODEL_TYPES.
     kv_tokens: number of positions that its pages must hold.
     max_rows: maximum number of rows in a step.
-    text: function that takes a number of tokens and the number of a prompt, and returns the prompt.
-        If None, the checkpoint must be a generated one, and the prompts of `llava` are used.
     """
 
     def __init__(
@@ -197,11 +195,9 @@ class SyntheticModel:
         kv_tokens: int,
         max_rows: int,
         adapters: bool = True,
-        text: Callable[[int, int], str] | None = None,
         device: str = "cpu",
     ) -> None:
         self.sizes = checkpoint.sizes
-        self._text = text or (lambda length, number: prompt(length - 1, number, self.sizes))
         self.engine = Engine(
             Options(
                 model=checkpoint.folder,
@@ -235,7 +231,7 @@ class SyntheticModel:
         params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
         for _ in range(requests):
             number = next(self._numbers)
-            text = self._text(length, number)
+            text = prompt(length - 1, number, self.sizes)
             state = self.engine.prepare(Request(f"bench-{number}", text, params))
             assert len(state.sequence.tokens) == length, "the prompt has another length"
             self.engine.add(state, float(number))

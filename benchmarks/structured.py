@@ -152,13 +152,13 @@ def run_load(driver: Driver, structure: Mapping[str, Any], requests: int, tokens
     }
 
 
-def make_tokenizer(size: int, seed: int = 0) -> Any:
+def make_tokenizer(size: int) -> Any:
     """Return a byte-level tokenizer with `size` tokens, three of which are special.
 
     The merges are random. Half of the tokens are words of lower-case letters, most of them with a
     space before them, as in tokenizers that were trained on text.
     """
-    rng = random.Random(seed)
+    rng = random.Random(0)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     letters = [character for character in alphabet if character.isascii() and character.islower()]
     vocabulary = {character: index for index, character in enumerate(alphabet)}
@@ -206,7 +206,7 @@ def settle(matcher: Matcher) -> None:
 
 
 def measure_grammar(
-    grammars: Grammars, structure: Mapping[str, Any], answers: int, tokens: int, seed: int = 0
+    grammars: Grammars, structure: Mapping[str, Any], answers: int, tokens: int
 ) -> Row:
     """Compile a structure, then choose random answers that the structure allows.
 
@@ -215,7 +215,7 @@ def measure_grammar(
     """
     wanted = SamplingParams.parse(dict(structure)).structured_outputs
     assert wanted is not None
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     grammar = grammars.acquire(wanted)
     matchers: Sequence[Matcher] = [grammar.open() for _ in range(answers)]
     later: list[float] = []

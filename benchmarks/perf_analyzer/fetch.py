@@ -41,12 +41,12 @@ class PerfAnalyzer:
         return {**os.environ, "LD_LIBRARY_PATH": ":".join(path for path in paths if path)}
 
 
-def ensure(folder: Path = FOLDER) -> PerfAnalyzer:
-    """Return perf_analyzer; download it if `folder` does not have it.
+def ensure() -> PerfAnalyzer:
+    """Return perf_analyzer; download it if FOLDER does not have it.
 
     Raise ClientError if something is missing.
     """
-    perf_analyzer = PerfAnalyzer(folder / "bin" / "perf_analyzer", folder / "lib")
+    perf_analyzer = PerfAnalyzer(FOLDER / "bin" / "perf_analyzer", FOLDER / "lib")
     if not perf_analyzer.program.is_file():
         _extract(perf_analyzer.program, *BINARY)
         perf_analyzer.program.chmod(0o755)

@@ -12,6 +12,7 @@ from vlora.errors import ServerError
 
 # Maximum number of bytes of a log that are read, because a server may log for months.
 MAX_BYTES = 4 * 1024 * 1024
+MAX_LINES = 12  # Lines of a log that explain a failure.
 STACK = "\\n\\nAt:"  # Text that precedes a Python stack in a line of Triton's log.
 TABLE = ("+", "|")  # First characters of the lines that belong to a table of options or models.
 
@@ -78,7 +79,7 @@ def lower_noise(path: Path) -> None:
             start += len(line)
 
 
-def why_it_did_not_start(log: str, lines: int = 12) -> str:
+def why_it_did_not_start(log: str) -> str:
     """Return the messages of models that failed to load, or else the errors, or else the end.
 
     Of models that failed for the same reason, the first one is named.
@@ -92,13 +93,13 @@ def why_it_did_not_start(log: str, lines: int = 12) -> str:
     usage = [line for line in text if _USAGE.search(line)]
     errors = usage or [line for line in text if line.startswith("E") or "error:" in line.lower()]
     rest = [line for line in text if not line.startswith(TABLE)]
-    return "\n".join(([*unloaded.values()] or _without_noise(errors) or rest)[-lines:])
+    return "\n".join(([*unloaded.values()] or _without_noise(errors) or rest)[-MAX_LINES:])
 
 
-def why_it_failed(log_since_ready: str, lines: int = 12) -> str:
+def why_it_failed(log_since_ready: str) -> str:
     """Return the last warnings and errors since the server was ready; "" if there are none."""
     problems = [line for line in log_since_ready.splitlines() if not _INFORMATION.match(line)]
-    return "\n".join(_without_noise(problems)[-lines:])
+    return "\n".join(_without_noise(problems)[-MAX_LINES:])
 
 
 def broken_adapters(log: str) -> tuple[list[str], int]:

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 
 from vlora.adapters.files import CONFIG, WEIGHTS
@@ -24,11 +23,7 @@ HEAD_FILES = ("vlora.json", "head.safetensors")
 
 
 def write_adapter(
-    folder: Path,
-    pairs: Mapping[MatrixId, LoraPair],
-    shape: ModelShape,
-    base: str,
-    dtype: torch.dtype = torch.float32,
+    folder: Path, pairs: Mapping[MatrixId, LoraPair], shape: ModelShape, base: str
 ) -> None:
     """Write `adapter_config.json` and the weights of one adapter into a folder.
 
@@ -64,8 +59,8 @@ def write_adapter(
     tensors = {}
     for matrix, pair in pairs.items():
         prefix = f"base_model.model.{paths[matrix]}"
-        tensors[f"{prefix}.lora_A.weight"] = pair.a.to(dtype).contiguous()
-        tensors[f"{prefix}.lora_B.weight"] = pair.b.to(dtype).contiguous()
+        tensors[f"{prefix}.lora_A.weight"] = pair.a.float().contiguous()
+        tensors[f"{prefix}.lora_B.weight"] = pair.b.float().contiguous()
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
 
 

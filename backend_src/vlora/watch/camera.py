@@ -6,7 +6,7 @@ import os
 import random
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from threading import Condition, Event, Thread
@@ -78,12 +78,7 @@ class CameraReader:
     state: "connecting", "running", "waiting" (for its hours or the next connection), "stopped".
     """
 
-    def __init__(
-        self,
-        camera: Camera,
-        report: Callable[[str], None],
-        variables: Mapping[str, str] = os.environ,
-    ) -> None:
+    def __init__(self, camera: Camera, report: Callable[[str], None]) -> None:
         self.camera = camera
         self.mailboxes: tuple[Mailbox, ...] = ()
         self.counts = StreamCounts()
@@ -91,7 +86,7 @@ class CameraReader:
         self.view = View.of(camera.regions, camera.size)
         self.state, self.detail = "connecting", ""
         self._told = ""  # Reason that was reported since the last connection.
-        self._report, self._variables = report, variables
+        self._report = report
         shape = (camera.seconds, camera.frames, camera.period, self.view)
         self._chunker = Chunker(*shape, self._shot)
         self._stop = Event()
@@ -168,7 +163,7 @@ class CameraReader:
         self._chunker.restart()
         source: Source | None = None
         try:
-            source = open_source(self.camera, self.ring, self.counts, self._variables)
+            source = open_source(self.camera, self.ring, self.counts)
             return "" if self._read(source) else None
         except (SourceError, InvalidArgument) as error:
             return str(error)
@@ -213,15 +208,10 @@ class CameraReader:
             box.notify()
 
 
-def open_source(
-    camera: Camera,
-    ring: PacketRing,
-    counts: StreamCounts,
-    variables: Mapping[str, str] = os.environ,
-) -> Source:
+def open_source(camera: Camera, ring: PacketRing, counts: StreamCounts) -> Source:
     """Return the open source of a camera. Raises SourceError, and InvalidArgument for a variable
     that is not set."""
-    url = camera.full_url(variables)
+    url = camera.full_url(os.environ)
     kind, _, seed = url.partition(":")
     if kind == SYNTHETIC:
         return SyntheticCamera(camera.fps, int(seed or 0))

@@ -84,7 +84,7 @@ def test_a_folder_is_played_once_in_the_order_of_names(start, triton, tmp_path):
     run.join()
     assert len(triton.requests) == 2
     camera = Camera(url=str(tmp_path / "frames"), fps=3)
-    source = open_source(camera, PacketRing(0, 0), StreamCounts(), {})
+    source = open_source(camera, PacketRing(0, 0), StreamCounts())
     assert [frame.size for frame in source.frames(lambda: 0.0)] == [(32, 32)] * 6
 
 
@@ -300,7 +300,7 @@ def site(tmp_path: Path) -> Iterator[tuple[Path, str]]:
 
 def shades(url: str) -> list[int]:
     """Return the grey values of all frames of a source."""
-    source = open_source(Camera(url=url, size=32), PacketRing(0, 0), StreamCounts(), {})
+    source = open_source(Camera(url=url, size=32), PacketRing(0, 0), StreamCounts())
     try:
         return [int(np.mean(f.read(VIEW))) for f in source.frames(lambda: 0.0)]
     finally:

@@ -44,6 +44,7 @@ DUEL_ROUNDS = 15
 NOTCH = 1.57
 SAMPLE_SECONDS = 3e-4
 MAX_CALLS = 64
+ROW_ELEMENT_BYTES = 4
 
 
 @dataclass(frozen=True, order=True)
@@ -103,11 +104,10 @@ class Space:
     segments: tuple[int, ...] = SEGMENTS
     memory_bytes: int = 1 << 26
     max_rows: int = 2048
-    element_bytes: int = 4
 
     def rows(self, d_in: int, d_out: int, segments: int = 1) -> list[int]:
         """Return rows per segment: powers of two below ROW_STEP, then multiples of it."""
-        limit = self.memory_bytes // ((d_in + d_out) * self.element_bytes)
+        limit = self.memory_bytes // ((d_in + d_out) * ROW_ELEMENT_BYTES)
         limit = min(self.max_rows, limit) // segments
         small = [1 << i for i in range(ROW_STEP.bit_length()) if 1 << i < ROW_STEP]
         return [*(rows for rows in small if rows <= limit), *range(ROW_STEP, limit + 1, ROW_STEP)]
@@ -307,14 +307,13 @@ def duel(
     other: Callable[[], None],
     *,
     warm: bool,
-    rounds: int = DUEL_ROUNDS,
     clock: Clock = time.perf_counter,
 ) -> Duel:
     """Return the times of two calls that are measured alternately and take turns to start."""
     calls = (ours, other)
     count = _calls_per_sample(min(_seconds(call, 1, clock) for call in calls))
     samples: tuple[list[float], list[float]] = ([], [])
-    for index in range(rounds):
+    for index in range(DUEL_ROUNDS):
         for which in (index % 2, 1 - index % 2):
             samples[which].append(_sample(calls[which], count, warm, clock))
     return Duel(tuple(samples[0]), tuple(samples[1]))
