@@ -14,8 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from vlora.config import Options
-from vlora.engine.policies.base import Candidate, Choice, Costs, Order
-from vlora.engine.policies.registry import register_policy
+from vlora.engine.policies.base import Candidate, Choice, Costs, Order, register_policy
 from vlora.ids import BASE
 
 CREDIT = 10_000.0

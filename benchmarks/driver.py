@@ -113,15 +113,10 @@ class Outcome:
 
 
 class Driver:
-    """Runs sets of requests on one engine.
+    """Runs sets of requests on one engine."""
 
-    after_step: called after each step that computed rows. Its duration is part of the span of the
-        run, but not of the step.
-    """
-
-    def __init__(self, engine: Engine, after_step: Callable[[Engine], None] | None = None) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._after_step = after_step
         self._count = 0
         self._news = threading.Event()
         engine.adapters.workers.on_post = self._news.set
@@ -197,8 +192,6 @@ class Driver:
             return outputs, now
         outcome.steps.append(now - started)
         outcome.disk_steps += len(reads) > reads_before
-        if self._after_step is not None:
-            self._after_step(self.engine)
         return outputs, now
 
 

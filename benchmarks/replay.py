@@ -30,8 +30,7 @@ from vlora.config import Options
 from vlora.engine.cost import CostModel, Part
 from vlora.engine.engine import Engine
 from vlora.engine.plan import Mode, StepPlan
-from vlora.engine.policies.base import Policy
-from vlora.engine.policies.registry import make_policy
+from vlora.engine.policies.base import Policy, make_policy
 from vlora.engine.scheduler import Budgets, Scheduler
 from vlora.engine.sequence import Sequence as EngineSequence
 from vlora.ids import BASE

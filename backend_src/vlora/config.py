@@ -29,7 +29,7 @@ DEVICE = re.compile(r"cpu|auto|cuda(:\d{1,3})?")
 POLICIES: dict[str, str] = {
     path.stem: f"vlora.engine.policies.{path.stem}:make"
     for path in sorted((Path(__file__).parent / "engine" / "policies").glob("[!_]*.py"))
-    if path.stem not in ("base", "registry")
+    if path.stem != "base"
 }
 
 MERGING = ("out_of_place", "in_place", "off")

@@ -17,7 +17,7 @@ from tests.support.engine_client import answers, request
 from vlora.atmm import op
 from vlora.config import POLICIES, Options
 from vlora.engine.engine import Engine
-from vlora.engine.policies.registry import make_policy
+from vlora.engine.policies.base import make_policy
 from vlora.ids import BASE
 from vlora.model.runner import StepResult
 from vlora.request import Request

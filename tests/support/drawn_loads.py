@@ -21,7 +21,7 @@ from vlora.device.device import UploadedPart
 from vlora.engine import memory
 from vlora.engine.engine import Engine
 from vlora.engine.plan import StepPlan
-from vlora.engine.policies.registry import make_policy
+from vlora.engine.policies.base import make_policy
 from vlora.engine.sequence import Sequence as EngineSequence
 from vlora.errors import Cancelled, InvalidArgument, NotFound, VLoraError
 from vlora.ids import BASE

@@ -11,10 +11,9 @@ from benchmarks.baseline_policies import DLora, MergeOnly, register
 from tests.support.policy_costs import STEP_SECONDS, SWITCH_SECONDS, FixedCosts
 from vlora.config import POLICIES, Options
 from vlora.engine.cost import AdapterSize, CostModel, guess
-from vlora.engine.policies.base import Candidate, Choice, Policy
+from vlora.engine.policies.base import Candidate, Choice, Policy, make_policy
 from vlora.engine.policies.paper import PaperPolicy
 from vlora.engine.policies.predictive import CHUNK_ROWS, Predictive
-from vlora.engine.policies.registry import make_policy
 from vlora.engine.policies.unmerge_only import UnmergeOnly
 from vlora.errors import InvalidArgument
 from vlora.ids import BASE

@@ -21,8 +21,7 @@ from vlora.adapters.handle import AdapterHandle, AdapterState
 from vlora.config import POLICIES, Options
 from vlora.engine.cost import AdapterSize, CostModel, guess
 from vlora.engine.plan import StepPlan
-from vlora.engine.policies.base import Candidate, Choice, Order
-from vlora.engine.policies.registry import make_policy
+from vlora.engine.policies.base import Candidate, Choice, Order, make_policy
 from vlora.engine.policies.unmerge_only import UnmergeOnly
 from vlora.engine.scheduler import Budgets, Scheduler, WaitingQueue
 from vlora.engine.sequence import Sequence

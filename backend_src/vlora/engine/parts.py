@@ -23,7 +23,7 @@ from vlora.engine.capacity import merge_factor_bytes, require_engine_memory
 from vlora.engine.checks import served_context
 from vlora.engine.cost import CostModel, guess
 from vlora.engine.memory import EngineMemory
-from vlora.engine.policies.registry import make_policy
+from vlora.engine.policies.base import make_policy
 from vlora.engine.requests import Admission
 from vlora.engine.scheduler import Budgets, Scheduler
 from vlora.errors import InvalidArgument

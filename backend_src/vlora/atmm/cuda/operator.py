@@ -249,14 +249,14 @@ class MergedParts:
         table = torch.frombuffer(bytearray(merges), dtype=torch.uint8) if updates else None
         self._table = None if table is None else table.to(operator.device)
 
-    def __call__(self, out: torch.Tensor, base: torch.Tensor) -> None:
-        """Compute out = base + B A for every update, on the current stream."""
+    def __call__(self, out: torch.Tensor, base: torch.Tensor, sign: int = 1) -> None:
+        """Compute out = base + sign · B A for every update, on the current stream."""
         if self._table is None:
             return
         operator = self._operator
         addresses = (out.data_ptr(), base.data_ptr(), self._table.data_ptr())
         kind = c.TYPES[DTYPES[out.dtype]]
-        call = c.MergeCallStruct(*addresses, self._blocks, len(self._keep), kind, 1)
+        call = c.MergeCallStruct(*addresses, self._blocks, len(self._keep), kind, sign)
         with operator._here():
             operator.library.merge(call, operator._stream())
 

@@ -2,14 +2,21 @@
 
 A policy is pure. It uses no torch, no pages, and no clock but the one it is given. The scheduler
 then allocates pages and rows in the chosen order.
+
+To add a policy, write a module in this folder, whose name is the policy's, with a function `make`
+that takes (options, costs). Code outside the package, such as the baselines of the benchmarks,
+calls `register_policy` instead.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Sequence
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
+
+from vlora.config import POLICIES, Options, check_policy
 
 
 class Order(Enum):
@@ -120,3 +127,16 @@ def service_rank(r: Candidate, now: float, max_wait: float, costs: Costs) -> tup
     is_overdue = r.wait > max_wait
     deadline = r.deadline if is_urgent else math.inf
     return -is_overdue, deadline, 0 if is_overdue else r.priority, not r.holds_pages, r.arrival
+
+
+def register_policy(name: str, factory: str) -> None:
+    """Make `name` a valid `policy`, made by `factory`, "module:function" with (options, costs)."""
+    POLICIES[name] = factory
+
+
+def make_policy(options: Options, costs: Costs) -> Policy:
+    """Return a new policy of the kind `options.policy`. Raises InvalidArgument if unknown."""
+    check_policy(options.policy)
+    module, _, function = POLICIES[options.policy].partition(":")
+    policy: Policy = getattr(importlib.import_module(module), function)(options, costs)
+    return policy
