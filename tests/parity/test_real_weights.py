@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,15 +22,38 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def test_the_perplexity_of_each_type_is_near_that_of_transformers(folder: Path) -> None:
-    texts = measure.texts_of(folder, 2, 256)
-    expected = measure.stock(folder, texts)
-    allowed = {"float32": 1.0001, "int8": 1.01, "int8-dynamic": 1.02, "int4": 1.5}
-    for name, factor in allowed.items():
-        options: dict[str, Any] = {"dtype": "float32"}
-        options |= {} if name == "float32" else {"quantization": name}
-        value, _ = measure.served(folder, texts, options)
-        assert expected / factor < value < expected * factor
+@pytest.fixture(scope="module")
+def texts(folder: Path) -> list[list[int]]:
+    return measure.texts_of(folder, 2, 256)
+
+
+@pytest.fixture(scope="module")
+def exact(folder: Path, texts: list[list[int]]) -> list[torch.Tensor]:
+    return measure.stock(folder, texts)
+
+
+@pytest.mark.parametrize(
+    ("name", "factor", "error"),
+    [
+        (None, 1.0001, 1e-4),
+        ("int8", 1.01, 0.1),
+        ("int8-dynamic", 1.02, 0.1),
+        ("int4", 1.5, 1.0),
+    ],
+)
+def test_perplexity_and_logits_of_each_type_are_near_those_of_transformers(
+    folder: Path,
+    texts: list[list[int]],
+    exact: list[torch.Tensor],
+    name: str | None,
+    factor: float,
+    error: float,
+) -> None:
+    options = {"dtype": "float32", "quantization": name}
+    found = measure.served(folder, texts, options, exact)
+    expected = measure.perplexity(zip(exact, texts, strict=True))
+    assert expected / factor < found.perplexity < expected * factor
+    assert found.rms_error < error
 
 
 def test_answers_about_scenes_are_those_of_the_stock_model(folder: Path) -> None:

@@ -1,7 +1,7 @@
 """Ask a server the demo's held-out questions, and compare its accuracies with the model card's.
 
 The accuracy of each domain must be within half a point of the card's, which was measured in
-float32. Without an address, the script starts a server.
+float32. Without an address, the script starts a server, with float or quantized weights.
 `tests/triton/test_accuracy.py` compares single answers with those of transformers and PEFT.
 """
 
@@ -28,6 +28,7 @@ from tools.demo.build import CHECKPOINT
 from tools.demo.heldout import DOMAINS, Item, adapter_of, is_right, items, png
 from tools.demo.scenes import SIDE
 from vlora.cli.common import run_command
+from vlora.config import QUANTIZATIONS
 from vlora.launcher.repository import ServerOptions
 from vlora.launcher.server import TritonServer
 
@@ -38,6 +39,12 @@ AT_ONCE = 16
 """Number of concurrent requests."""
 SECONDS = 120.0
 """Time limit for one answer."""
+Quantization = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TYPE", help=f"Weights of the started server: {', '.join(QUANTIZATIONS)}."
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -124,31 +131,40 @@ def main(
     dtype: Annotated[
         str, typer.Option(metavar="TYPE", help="Type of the started server: float32 or bfloat16.")
     ] = "float32",
+    quantization: Quantization = None,
 ) -> None:
     """Compare a server's accuracies on the held-out set with the model card's."""
+    if url is not None and quantization is not None:
+        raise typer.BadParameter("--quantization is for a started server; remove it or --url")
     card = json.loads((CHECKPOINT / "accuracy.json").read_text(encoding="utf-8"))
     asked = [item for domain in card for item in items(domain, card[domain]["n"])]
     with ExitStack() as stack:
         if url is None:
-            server = TritonServer(ServerOptions(model_json={"dtype": dtype}))
+            types = {"dtype": dtype, "quantization": quantization}
+            server = TritonServer(ServerOptions(model_json=types))
             url = stack.enter_context(server).grpc_url
         answers = iter(ask_all(url, asked))
-    table, far = Table("domain", "items", "server", "card"), []
+    table, far, hits = Table("domain", "items", "server", "card"), [], 0
     for domain, entry in card.items():
         count = entry["n"]
         expected = entry["base"] if entry["adapter"] is None else entry["adapter"]
-        reached = sum(is_right(item, next(answers).text) for item in items(domain, count)) / count
+        right = sum(is_right(item, next(answers).text) for item in items(domain, count))
+        reached, hits = right / count, hits + right
         table.add_row(domain, str(count), f"{reached:.3f}", f"{expected:.3f}")
         if abs(reached - expected) > HALF_A_POINT + 1e-9:
             far.append(f"{domain} ({reached - expected:+.3f})")
-    conclude(table, far, "the card")
+    table.add_row("all", str(len(asked)), f"{hits / len(asked):.4f}", "")
+    conclude(table, far, "more than half a point from the card")
 
 
-def conclude(table: Table, far: Sequence[str], source: str) -> None:
-    """Print a comparison with `source`, and exit with 1 if accuracies are far from it."""
+def conclude(table: Table, far: Sequence[str], what: str) -> None:
+    """Print a comparison and the rows in `far`. Exit with 1 if there are any.
+
+    what: what the rows in `far` have in common.
+    """
     console = Console()
     console.print(table)
-    console.print(f"more than half a point from {source}: {', '.join(far) or 'none'}")
+    console.print(f"{what}: {', '.join(far) or 'none'}")
     if far:
         raise typer.Exit(1)
 

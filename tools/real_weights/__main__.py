@@ -60,14 +60,19 @@ def perplexity(
         typer.Option(min=1, help="Tokens of a step; few use the kernels of decode steps."),
     ] = None,
 ) -> None:
-    """Print the decoder's perplexity on Python's language reference by type of weight, and that of
-    transformers' model in fp32.
+    """Print the decoder's perplexity on Python's language reference and the error of its logits by
+    type of weight, beside transformers' model in fp32.
+
+    The error is a root mean square, relative to the standard deviation of the logits, all of which
+    are kept: 100 MB for a text of 512 tokens.
     """
     texts = measure.texts_of(folder, windows, length)
-    _print({"transformers": "float32", "perplexity": round(measure.stock(folder, texts), 4)})
+    exact = measure.stock(folder, texts)
+    value = measure.perplexity(zip(exact, texts, strict=True))
+    _print({"transformers": "float32", "perplexity": round(value, 4)})
     for options in measure.TYPES:
-        value, size = measure.served(folder, texts, options, rows)
-        _print(options | {"perplexity": round(value, 4), "matrix_mib": round(size / 2**20, 1)})
+        found = measure.served(folder, texts, options, exact, rows)
+        _print(options | found.rounded())
 
 
 @app.command(cls=Command)

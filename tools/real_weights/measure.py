@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,21 +138,55 @@ def texts_of(folder: Path, count: int, length: int) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def stock(folder: Path, texts: Sequence[list[int]]) -> float:
-    """Return the perplexity of the texts, computed by transformers' model in fp32."""
+def stock(folder: Path, texts: Sequence[list[int]]) -> list[torch.Tensor]:
+    """Return the logits of transformers' model in fp32 after each token of each text."""
     from transformers import LlavaForConditionalGeneration
 
     model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
-    return _perplexity((model(torch.tensor([text])).logits[0], text) for text in texts)
+    return [model(torch.tensor([text])).logits[0] for text in texts]
+
+
+@dataclass(frozen=True)
+class TextError:
+    """What a type of weights costs on texts.
+
+    rms_error: root mean square of the error of the logits, relative to their standard deviation.
+    matrix_bytes: size of the layers' matrices.
+    """
+
+    perplexity: float
+    rms_error: float
+    matrix_bytes: int
+
+    def rounded(self) -> dict[str, float]:
+        """Return what is printed."""
+        return {
+            "perplexity": round(self.perplexity, 4),
+            "logits_rms_error": float(f"{self.rms_error:.2e}"),
+            "matrix_mib": round(self.matrix_bytes / 2**20, 1),
+        }
 
 
 def served(
-    folder: Path, texts: Sequence[list[int]], options: dict[str, Any], rows: int | None = None
-) -> tuple[float, int]:
-    """Return the perplexity of the server's decoder, and the bytes of its layers' matrices."""
+    folder: Path,
+    texts: Sequence[list[int]],
+    options: dict[str, Any],
+    exact: Sequence[torch.Tensor],
+    rows: int | None = None,
+) -> TextError:
+    """Compare the server's decoder with the exact logits of the texts."""
     decoder = Measured(folder, options, max(map(len, texts)))
-    results = ((decoder.logits(text, rows=rows), text) for text in texts)
-    return _perplexity(results), decoder.matrix_bytes
+    errors: list[torch.Tensor] = []
+
+    def results() -> Iterator[tuple[torch.Tensor, list[int]]]:
+        for text, expected in zip(texts, exact, strict=True):
+            logits = decoder.logits(text, rows=rows).float()
+            errors.append((logits - expected).square().mean())
+            yield logits, text
+
+    value = perplexity(results())
+    spread = sum(expected.var() for expected in exact)
+    return TextError(value, float(sum(errors) / spread) ** 0.5, decoder.matrix_bytes)
 
 
 @dataclass(frozen=True)
@@ -241,12 +275,12 @@ def merging_errors(
             spread.append(unmerged.var())
         result[f"{name}_rms_error"] = float(f"{(sum(errors) / sum(spread)) ** 0.5:.2e}")
     for name, is_merged in (("perplexity", False), ("merged_perplexity", True)):
-        value = _perplexity((decoder.logits(text, merged=is_merged), text) for text in texts)
+        value = perplexity((decoder.logits(text, merged=is_merged), text) for text in texts)
         result[name] = round(value, 4)
     return result
 
 
-def _perplexity(results: Iterator[tuple[torch.Tensor, list[int]]]) -> float:
+def perplexity(results: Iterable[tuple[torch.Tensor, list[int]]]) -> float:
     """Return the perplexity of texts, each with the logits after each of its tokens."""
     total, count = 0.0, 0
     for logits, text in results:
