@@ -62,7 +62,7 @@ def interleaved(
         since other candidates ran in between.
     lead: whether one call precedes each sample, unless a call takes LONG_SECONDS or more. This is
         for candidates that read new data at each call: the code is then in the caches and the
-        threads are awake, but the data are not in the caches, as within a step (decision 68).
+        threads are awake, but the data are not in the caches, as within a step.
     budget: seconds per candidate. A slow candidate gets fewer samples, at least MIN_SAMPLES,
         spread over all rounds.
     """

@@ -319,7 +319,7 @@ def _predict(
     """Return the sum over groups and segments of the seconds of multiplying and of moving.
 
     An adapter's matrices come from memory; rows of x and y move within the caches. The times are
-    added, since a core that waits for a panel multiplies nothing meanwhile (decision 40).
+    added, since a core that waits for a panel multiplies nothing meanwhile.
 
     per_element: seconds of multiplying per element of an adapter, by number of rows.
     moving: function of (bytes from memory, bytes in the caches) that returns seconds.

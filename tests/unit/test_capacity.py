@@ -146,6 +146,8 @@ def test_too_little_memory_for_the_weights_fails_without_a_table_of_adapters(
     result = CliRunner().invoke(cli.app, arguments)
     assert result.exit_code == 1, result.output
     assert "nothing is left for pages" in result.output
+    (row,) = (text for text in result.output.splitlines() if "- keys and values" in text)
+    assert row.split()[4] == "0.0", "a size is never negative"
     found = re.search(r"must\s+be\s+at\s+least\s+([\d.]+)", result.output)
     assert found is not None, result.output
     enough = CliRunner().invoke(cli.app, [*arguments[:-1], found[1]])

@@ -585,7 +585,7 @@ UNQUANTIZABLE = {
     "exists": "out exists; name a folder that does not",
     "inside": "is in .*; name a folder outside of it",
     "group": "q_proj has 192 inputs, which is not a multiple of the group size 128; use a smaller",
-    "option": "--group-size 64 must be 32, 64 or 128 with int4, and is for int4 alone",
+    "option": "--group-size 64 is for int4 alone; leave it out",
     "disk": r"out needs 0.005 GB, but the disk has 0.001 GB free",
     "again": "is quantized by compressed-tensors; this operation needs weights stored as float32",
     "nan": "holds '.*gate_proj.weight', which cannot be quantized: row 0 has a value that is not",

@@ -12,7 +12,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tools.demo.build import make_tokenizer
@@ -565,6 +565,7 @@ FRAGMENTS = st.sampled_from(
 )
 
 
+@settings(deadline=None)
 @given(st.one_of(st.text(), st.lists(FRAGMENTS | st.text(max_size=3)).map("".join)))
 def test_any_text_gives_boxes_within_the_image(text):
     result = result_of(text, pictures=pictures((30, 50)))

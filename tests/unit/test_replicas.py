@@ -113,6 +113,24 @@ def test_a_replica_that_breaks_is_started_again(
     assert replica.error is None
 
 
+def test_only_a_replica_that_was_ready_says_why_it_ended(
+    replica: Replica, made: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = made[-1]
+    monkeypatch.setattr(FakeServer, "failures", math.inf)
+    said: list[str] = []
+    cores = sorted(os.sched_getaffinity(0))
+    new = Replica("1", ServerOptions(), cores, said.append, lambda: None)
+    new.start()
+    new.join()
+    assert isinstance(new.error, OSError), "it is raised by the start"
+    assert not any("no space is left" in text for text in said)
+    monkeypatch.setattr(replica, "_say", said.append)
+    running.breaks = True
+    until(lambda: not replica.is_alive)
+    assert said[-1].startswith("no space is left on the device")
+
+
 def test_a_server_that_dies_while_a_replica_restarts_is_started_again(
     replica: Replica, made: list[FakeServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -321,6 +321,7 @@ def test_penalties_of_huge_logits_stay_finite(vocabulary: Vocabulary, temperatur
             assert not any(np.isnan(entry.logprob) for entry in drawn.logprobs)
 
 
+@settings(deadline=None)
 @given(
     seed=st.integers(0, 2**64 - 1),
     runs=st.lists(st.tuples(st.integers(0, 2**32), st.integers(1, 40)), max_size=5),

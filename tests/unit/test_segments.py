@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlora.atmm.segments import signed_segments
@@ -12,6 +12,7 @@ from vlora.ids import BASE, order_of
 slots = st.integers(BASE, 4)
 
 
+@settings(deadline=None)
 @given(rows=st.lists(st.tuples(slots, st.integers(0, 9))), live=slots)
 def test_each_row_adds_its_own_adapter_and_subtracts_the_live_one(
     rows: list[tuple[int, int]], live: int
@@ -28,6 +29,7 @@ def test_each_row_adds_its_own_adapter_and_subtracts_the_live_one(
         assert signs == own | out
 
 
+@settings(deadline=None)
 @given(rows=st.lists(st.tuples(slots, st.integers(1, 9))), live=slots)
 def test_in_order_each_adapter_is_one_segment_and_the_live_one_is_subtracted_once(
     rows: list[tuple[int, int]], live: int

@@ -1,7 +1,7 @@
 """Adapter store: the adapters of a server in three tiers, folders → host memory → page pool.
 
 Other threads read folders, read weights and pack them; `apply` turns their results into transitions
-of handles on the engine's thread, which owns all state (decision 74).
+of handles on the engine's thread, which owns all state (decision 47).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ MAX_PREFETCHED = 8
 
 # Maximum packed bytes of the adapters that one call of `advance` packs on the engine's thread. On
 # the packer's thread, packing waits for the GIL once per group of matrices. For small adapters,
-# this wait would delay the requests by some steps (decision 57). If steps run on a GPU, all
+# this wait would delay the requests by some steps (decision 47). If steps run on a GPU, all
 # adapters are packed on the packer's thread, because packing may wait for earlier copies to the
 # GPU.
 INLINE_PACK_BYTES = 4 << 20

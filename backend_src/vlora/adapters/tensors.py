@@ -1,7 +1,7 @@
 """Weights of an adapter: its safetensors file, checked before anything is read, and their reader.
 
 A thread that releases the GIL must wait to get it back while the engine is busy. So a load makes a
-few calls for the whole file instead of some per matrix (decision 50).
+few calls for the whole file instead of some per matrix (decision 47).
 """
 
 from __future__ import annotations

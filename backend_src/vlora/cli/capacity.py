@@ -68,7 +68,7 @@ def _parts_table(result: Capacity) -> Table:
         ("steps", result.step_bytes, "intermediate results of the largest step"),
         ("page pool", pool, f"{pages} of {result.page_bytes} bytes, {result.block_tokens} tokens"),
         ("- known adapters", adapters, f"{len(result.adapters)} adapters, {used} pages"),
-        ("- keys and values", pool - adapters, f"{token}; {sequences}"),
+        ("- keys and values", max(0, pool - adapters), f"{token}; {sequences}"),
     ]
     for name, size, contents in rows:
         table.add_row(name, f"{size / MIB:.1f}", contents)

@@ -66,6 +66,8 @@ def run_command(function: Callable[..., None]) -> None:
 
 def _worded(parameters: list[Any]) -> list[Any]:
     for one in parameters:
+        # In 80 columns, typer's "[x>=0.1]" would leave no room for the longest names.
+        one._get_number_range_help_str = str
         if isinstance(one, TyperArgument):
             one.metavar = one.metavar or one.name.upper()
             # The column of types would show a Python type.

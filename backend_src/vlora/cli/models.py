@@ -56,10 +56,10 @@ def quantize(
     with common.report_errors():
         common.check_checkpoint(folder)
         check_folder(folder)
-        if group_size not in GROUPS or (quantization == "int8" and group_size != GROUPS[0]):
-            raise InvalidArgument(
-                f"--group-size {group_size} must be 32, 64 or 128 with int4, and is for int4 alone"
-            )
+        if group_size not in GROUPS:
+            raise InvalidArgument(f"--group-size {group_size} must be 32, 64 or 128")
+        if quantization == "int8" and group_size != GROUPS[0]:
+            raise InvalidArgument(f"--group-size {group_size} is for int4 alone; leave it out")
         check_absent(out)
         # Imported here because they import torch, which takes seconds.
         from vlora.model.decoder_config import load_config

@@ -193,22 +193,27 @@ def serve(
             grace_seconds=grace,
             hand_over=hand_over,
         )
-        runner: Supervisor | Replicas
-        if replicas > 1:
-            on_gpus = options.device != "cpu" and gpu_count() > 0
-            runner = Replicas(server_options, replicas, print_lines, on_gpus=on_gpus)
-            # An engine on a GPU checks the GPU's memory itself.
-            if not on_gpus:
-                _check_memory(configured, replicas)
-        else:
-            policy = RestartPolicy() if restart else None
-            runner = Supervisor(server_options, print_lines, policy)
+        runner = _runner(configured, server_options, replicas, restart)
         if gateway_port is not None:
             name, root = gateway_base_name, options.adapters
             is_taken = root is not None and (name in configured.names or (root / name).is_dir())
             check_base_name(name, is_taken, "--gateway-base-name")
         with _gateway(context, log != STANDARD_OUTPUT) as gateway:
             runner.run(partial(_announce, options, gateway))
+
+
+def _runner(
+    configured: common.Configuration, options: ServerOptions, replicas: int, restart: bool
+) -> Supervisor | Replicas:
+    """Return what runs one server or several. Raises ServerError if several do not fit."""
+    if replicas == 1:
+        return Supervisor(options, print_lines, RestartPolicy() if restart else None)
+    on_gpus = configured.options.device != "cpu" and gpu_count() > 0
+    runner = Replicas(options, replicas, print_lines, on_gpus=on_gpus)
+    # An engine on a GPU checks the GPU's memory itself.
+    if not on_gpus:
+        _check_memory(configured, replicas)
+    return runner
 
 
 def _cache_shares(options: Options, replicas: int) -> dict[str, Any]:
@@ -308,6 +313,7 @@ def _announce(
     print_plain(f"metrics   {server.metrics_url}")
     if gateway is not None:
         print_plain(f"gateway   {gateway.url}/v1{late}")
+        print_plain(f"page      {gateway.url}/playground/")
     replicas = server.replicas if isinstance(server, Replicas) else []
     for one in replicas:
         own, cores = one.server, ",".join(map(str, one.cores))

@@ -22,6 +22,7 @@ from rich.text import Text
 
 from vlora.cli.common import Command, console, make_table, option, print_plain, report_errors
 from vlora.errors import ServerError, VLoraError
+from vlora.file_names import printable
 
 if TYPE_CHECKING:
     from vlora.watch.asking import Analytics
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False)
 LINE_SECONDS = 10.0  # Interval of the lines where the output is no terminal.
 SHOW_SECONDS = 0.5  # Interval of updates of the live table.
+STATE_WIDTH = 8  # Least columns of a state, such as `running`, in the live table.
 WIDTH = 120  # Columns of the summary where the output is no terminal.
 CLOSE_SECONDS = 5.0  # Time at the end for events that wait for their sinks.
 CHECK_DEADLINE_MS = 120_000.0  # All cameras are tried at once, so their answers may be late.
@@ -191,16 +193,24 @@ async def _show(watch: Watch, desk: AlertDesk, is_table: bool) -> None:
 
 
 def live_table(watched: Sequence[Watched]) -> Table:
-    from vlora.watch.table import LIVE_HEADS, RIGHT, live_row
+    from vlora.watch.table import LIVE_HEADS, RIGHT, live_row, shown_heads
 
-    table = make_table(LIVE_HEADS, RIGHT)
-    for one in watched:
-        table.add_row(*live_row(one))
+    rows = [live_row(one) for one in watched]
+    heads = shown_heads(rows)
+    table = make_table(heads, RIGHT)
+    table.collapse_padding = True
+    for column in table.columns:  # Texts are cut, so that each camera has one line.
+        column.no_wrap = column.header not in ("state", "answer")
+    for row in rows:
+        cells = dict(zip(LIVE_HEADS, row, strict=True))
+        table.add_row(
+            *(Text(printable(cells[head]), no_wrap=True, overflow="ellipsis") for head in heads)
+        )
     return table
 
 
 def print_summary(watched: Sequence[Watched]) -> None:
-    from vlora.watch.table import RIGHT, SUMMARY_HEADS, summary_row
+    from vlora.watch.table import RIGHT, SUMMARY_HEADS, overload, summary_row
 
     table = make_table(SUMMARY_HEADS, RIGHT)
     for one in watched:
@@ -208,6 +218,8 @@ def print_summary(watched: Sequence[Watched]) -> None:
     if not console.is_terminal:
         console.width = WIDTH
     console.print(table)
+    if sentence := overload(watched):
+        print_plain(sentence)
 
 
 def check_once(cameras: Cameras) -> bool:

@@ -167,10 +167,7 @@ def plan(
     merged = 0
     if options.merging == "out_of_place" and form is None:
         merged = _merged_bytes(config, store.slots.matrices, dtype.itemsize)
-    handles = (store.handle(name) for name in store.names())
-    adapters = tuple(
-        _cost(h.name, store.tiers.packed_bytes(h), h.description.host_bytes, page) for h in handles
-    )
+    adapters = _costs(store, page)
     adapter_pages = pages_for_adapters(options, page, sum(cost.pages for cost in adapters))
     return Capacity(
         memory_bytes=memory_bytes,
@@ -190,6 +187,14 @@ def plan(
             for label in EXAMPLE_TARGETS
             for rank in EXAMPLE_RANKS
         ),
+    )
+
+
+def _costs(store: AdapterStore, page: int) -> tuple[AdapterCost, ...]:
+    """Return the cost of each adapter of a store, with pages of `page` bytes."""
+    handles = (store.handle(name) for name in store.names())
+    return tuple(
+        _cost(h.name, store.tiers.packed_bytes(h), h.description.host_bytes, page) for h in handles
     )
 
 

@@ -85,11 +85,7 @@ def load_parts(options: Options, adapter_names: Mapping[str, str]) -> EnginePart
     runner = Runner(config, weights, adapters.slots, switcher, memory.kv_cache, graph_sizes)
     memory.attach()
     costs = _cost_model(options, weights, dtype, adapters, switcher)
-    scheduler = Scheduler(
-        Budgets(options.max_num_seqs, options.max_num_batched_tokens),
-        make_policy(options, costs),
-        protect=partial(setattr, adapters.tiers.residents, "protected_slot"),
-    )
+    scheduler = _scheduler(options, costs, adapters)
     may_merge = options.may_merge and scheduler.policy.merges
     _limit_merging(options, switcher, memory, adapters, device, reserve=may_merge)
     memory.pool.movers.append(lambda moves: memory.move(scheduler.running, moves))
@@ -110,6 +106,14 @@ def load_parts(options: Options, adapter_names: Mapping[str, str]) -> EnginePart
         admission,
         max_model_len,
         merge_is_lossy,
+    )
+
+
+def _scheduler(options: Options, costs: CostModel, adapters: AdapterStore) -> Scheduler:
+    return Scheduler(
+        Budgets(options.max_num_seqs, options.max_num_batched_tokens),
+        make_policy(options, costs),
+        protect=partial(setattr, adapters.tiers.residents, "protected_slot"),
     )
 
 

@@ -125,7 +125,7 @@ def describe_loading(server: int) -> str:
         with suppress(psutil.NoSuchProcess):
             times, memory = process.cpu_times(), process.memory_info().rss
             seconds = times.user + times.system
-            parts.append(f"{name} ({seconds:.0f} s of processor time, {memory // MIB} MiB)")
+            parts.append(f"{name} ({seconds:.0f} s of CPU, {memory // MIB} MiB)")
     return ", ".join(sorted(parts)) or "no model process runs"
 
 

@@ -72,6 +72,7 @@ class Replica:
         self._changed = changed
         self._interrupt = threading.Event()
         self._ends = False
+        self._was_ready = False
         self._thread = threading.Thread(target=self._run, name=f"replica {name}", daemon=True)
 
     def start(self) -> None:
@@ -120,11 +121,15 @@ class Replica:
                 self._interrupt.clear()
                 if self._ends:
                     return
-                supervisor.supervise(lambda server, seconds: None)
+                supervisor.supervise(self._mark_ready)
         except Exception as error:  # Also a full disk; the others go on.
             self.error = error
-            if not self._ends:
+            # If it was never ready, `Replicas` raises the error.
+            if self._was_ready and not self._ends:
                 self._say(str(error))
+
+    def _mark_ready(self, server: TritonServer, seconds: float) -> None:
+        self._was_ready = True
 
     def _sleep(self, seconds: float) -> None:
         if self._interrupt.wait(seconds):

@@ -109,7 +109,7 @@ class Decoder:
         hidden: [T, hidden] embeddings; overwritten.
         segments, output_segments: segments of the T rows, and of the output rows in their order.
         output_rows: numbers of the rows to return, on the device; None for all rows. After the
-            attention of the last layer, only they are computed (decision 36).
+            attention of the last layer, only they are computed.
         levels: image features for the first layers, or None.
         """
         rotary = self._rotary.lookup(attention.placed_positions)

@@ -150,9 +150,10 @@ def gpu_count() -> int:
 def check_device(device: str) -> None:
     """Raise InvalidArgument if the driver knows no GPU with the name of the option `device`."""
     if device.startswith("cuda") and int(device.partition(":")[2] or 0) >= (count := gpu_count()):
+        number = f"{count} GPUs, numbered from 0," if count else "no GPU"
         raise InvalidArgument(
-            f"'device' = '{device}', but this machine has {count} GPUs that CUDA can use, numbered"
-            ' from 0; use "cpu" or "auto"'
+            f"'device' = '{device}', but this machine has {number} that CUDA can use;"
+            ' use "cpu" or "auto"'
         )
 
 

@@ -162,23 +162,11 @@ class Runner:
         attention = AttentionPlan(
             chunks, self._kv_cache, self._query_heads, fixed_order=self._decoder.fixed_order
         )
-        live = self._switcher.live
-        rows = [(chunk.slot, chunk.length) for chunk in chunks]
-        segments = signed_segments(rows, live)
         sampled = [chunk for chunk in chunks if chunk.completes and not chunk.use_head]
         scored = [chunk for chunk in chunks if chunk.completes and chunk.use_head]
-        completed = sampled + scored
-        # In a step of decode rows only, `answers` equals `rows`. Then one object serves for both,
-        # and is converted for the compiled core only once.
-        answers = [(chunk.slot, 1) for chunk in completed]
-        answer_segments = segments if answers == rows else signed_segments(answers, live)
-        # The LM head is never merged, so its segments do not depend on the live adapter.
-        lm_head_segments = answer_segments
-        if live != BASE or scored:
-            lm_head_segments = signed_segments((chunk.slot, 1) for chunk in sampled)
-        head_segments = signed_segments((chunk.slot, 1) for chunk in scored)
-
-        last_rows = [chunk.last_row for chunk in completed]
+        all_segments = _all_segments(chunks, sampled, scored, self._switcher.live)
+        segments, answer_segments, lm_head_segments, head_segments = all_segments
+        last_rows = [chunk.last_row for chunk in sampled + scored]
         every_row = last_rows == list(range(sum(chunk.length for chunk in chunks)))
         images = StepImages(chunks, self._device)
         self._decoder.prepare(attention.positions)
@@ -190,10 +178,7 @@ class Runner:
                 *level_features(chunks),
             ],
             attention,
-            op.StepSegments(
-                (segments, answer_segments, lm_head_segments, head_segments),
-                self._device.torch_device,
-            ),
+            op.StepSegments(all_segments, self._device.torch_device),
             images,
             *parts,
         )
@@ -225,3 +210,25 @@ class Runner:
             for segment in segments
             for _ in range(segment.length)
         )
+
+
+def _all_segments(
+    chunks: Sequence[Chunk], sampled: Sequence[Chunk], scored: Sequence[Chunk], live: int
+) -> tuple[Segments, Segments, Segments, Segments]:
+    """Return the segments of all rows, of the last rows, of the LM head and of the task heads.
+
+    sampled, scored: chunks that complete, for the LM head and for a task head.
+    live: slot of the adapter that is merged.
+    """
+    rows = [(chunk.slot, chunk.length) for chunk in chunks]
+    segments = signed_segments(rows, live)
+    # In a step of decode rows only, `answers` equals `rows`. Then one object serves for both,
+    # and is converted for the compiled core only once.
+    answers = [(chunk.slot, 1) for chunk in (*sampled, *scored)]
+    answer_segments = segments if answers == rows else signed_segments(answers, live)
+    # The LM head is never merged, so its segments do not depend on the live adapter.
+    lm_head_segments = answer_segments
+    if live != BASE or scored:
+        lm_head_segments = signed_segments((chunk.slot, 1) for chunk in sampled)
+    head_segments = signed_segments((chunk.slot, 1) for chunk in scored)
+    return segments, answer_segments, lm_head_segments, head_segments

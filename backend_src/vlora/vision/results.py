@@ -204,12 +204,7 @@ def build_result(
     is_video = [bool(line[5]) for line in layout for _ in range(max(1, line[5]))]
     if boxes and not is_video:
         warnings.append(f"the request has no image for {len(boxes)} boxes")
-    objects: list[list[dict[str, Any]]] = [[] for _ in is_video]
-    if is_video:
-        height, width = (int(edge) for edge in size[-1])
-        objects[-1] = [
-            {"box": box.pixels(height, width), "label": box.label, "score": None} for box in boxes
-        ]
+    objects = _objects(boxes, len(is_video), size)
     if (more := len(warnings) - MAX_WARNINGS) > 0:
         warnings[MAX_WARNINGS:] = [f"{more} more"]
     result = {
@@ -228,6 +223,17 @@ def build_result(
         **({WORDS: details[WORDS]} if WORDS in details else {}),
     }
     return json.dumps(result, allow_nan=False)
+
+
+def _objects(boxes: Sequence[TextBox], pictures: int, size: IntArray) -> list[list[dict[str, Any]]]:
+    """Return the objects of each image and frame: all boxes belong to the last one."""
+    objects: list[list[dict[str, Any]]] = [[] for _ in range(pictures)]
+    if pictures:
+        height, width = (int(edge) for edge in size[-1])
+        objects[-1] = [
+            {"box": box.pixels(height, width), "label": box.label, "score": None} for box in boxes
+        ]
+    return objects
 
 
 def pixels_per_patch(checkpoint: Path) -> int:

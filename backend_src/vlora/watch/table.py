@@ -14,6 +14,10 @@ from vlora.watch.run import Watched
 COUNTS = ("chunks", "answers", "skipped", "drops", "errors", "new conn.", "gaps")
 LIVE_HEADS = ("camera", "state", "answer", "lag s", *COUNTS)
 SUMMARY_HEADS = ("camera", *COUNTS, "p50 s", "p95 s", "max s")
+# Columns of the live table that it lacks while they are zero for all cameras.
+FAULTS = ("skipped", "errors", "new conn.", "gaps")
+# Share of dropped chunks above which a camera is named as overloaded, as in the alerting rules.
+OVERLOAD = 0.2
 RIGHT = (*COUNTS, "lag s", "p50 s", "p95 s", "max s")
 ANSWER_WIDTH = 36
 
@@ -36,6 +40,25 @@ def summary_row(watched: Watched) -> tuple[str, ...]:
     spread = np.quantile(lags, (0.5, 0.95, 1.0), method="inverted_cdf") if lags else ()
     figures = [f"{value:.3f}" for value in spread] or ["-"] * 3
     return (watched.name, *_counts(watched), *figures)
+
+
+def shown_heads(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the heads of the live table: those of faults only if a row has one."""
+    columns = zip(LIVE_HEADS, zip(*rows, strict=True), strict=True) if rows else ()
+    zero = {head for head, column in columns if set(column) <= {"0", "0%"}}
+    return [head for head in LIVE_HEADS if head not in FAULTS or head not in zero]
+
+
+def overload(watched: Sequence[Watched]) -> str:
+    """Return a sentence about the cameras that dropped many chunks; "" if there are none."""
+    late = [one.name for one in watched if one.counts.drops > OVERLOAD * one.counts.chunks]
+    if not late:
+        return ""
+    return (
+        f"{len(late)} of {len(watched)} cameras dropped more than {OVERLOAD:.0%} of their chunks"
+        f" ({shorten(', '.join(late), 60, placeholder='…')}): the server, or this machine, does not"
+        " keep up; raise their interval, use gates, or add replicas"
+    )
 
 
 def line(watched: Sequence[Watched], desk: Mapping[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import http.server
+import io
 import json
 import re
 import signal
@@ -20,6 +21,7 @@ import numpy as np
 import pytest
 import yaml
 from PIL import Image
+from rich.console import Console
 from typer.testing import CliRunner
 
 from tests.support.cameras import WatchRun, write_video
@@ -28,7 +30,7 @@ from tests.support.http_server import http_server, response
 from tests.support.polling import until
 from vlora.cli import app
 from vlora.cli.common import console
-from vlora.cli.watch import shows_table
+from vlora.cli.watch import live_table, shows_table
 from vlora.errors import ServerError
 from vlora.sampling import SamplingParams
 from vlora.watch.camera import Mailbox, open_source
@@ -39,7 +41,16 @@ from vlora.watch.pixels import View
 from vlora.watch.ring import PacketRing
 from vlora.watch.sinks import JsonLinesOptions
 from vlora.watch.sources import SourceError
-from vlora.watch.table import LIVE_HEADS, SUMMARY_HEADS, line, live_row, summary_row
+from vlora.watch.table import (
+    FAULTS,
+    LIVE_HEADS,
+    SUMMARY_HEADS,
+    line,
+    live_row,
+    overload,
+    shown_heads,
+    summary_row,
+)
 
 FULL = "in ensemble 'video_analytics', UNAVAILABLE: the queue is full: 9 requests are waiting"
 VIEW = View()
@@ -388,6 +399,30 @@ def test_the_table_and_the_lines_show_answers_and_counts(start):
     assert "3 events" in shown
     assert shown.endswith("; sink duty: no answer (7 waiting)")
     assert dict(zip(SUMMARY_HEADS, summary_row(run["gone"]), strict=True))["p95 s"] == "-"
+
+
+def test_a_camera_has_one_line_in_the_table_and_overloaded_ones_are_named(start):
+    run = start(door=QUICK, gone={"url": "rtsp://127.0.0.1:9/x"})
+    until(lambda: run["door"].counts.answered and run["gone"].reader.detail, 10)
+    watched = run.watch.watched()
+    terminal = Console(width=80, file=io.StringIO())
+    terminal.print(live_table(watched))
+    lines = [text for text in terminal.file.getvalue().splitlines() if text.strip()]
+    assert len(lines) == 2 + len(watched)
+    assert lines[2].split()[:2] == ["door", "running"]
+    assert not overload(watched)
+    run["door"].counts.drops = run["door"].counts.chunks
+    assert overload(watched).startswith(
+        "1 of 2 cameras dropped more than 20% of their chunks (door)"
+    )
+
+
+def test_the_live_table_has_columns_of_faults_only_if_there_are_any():
+    clean = ("door", "running", "yes", "0.10", "5", "5", "0%", "0", "0", "0", "0")
+    assert set(shown_heads([clean, clean])) == set(LIVE_HEADS) - set(FAULTS)
+    failed = (*clean[:8], "2", "0", "0")
+    assert set(shown_heads([clean, failed])) == set(LIVE_HEADS) - {*FAULTS} | {"errors"}
+    assert shown_heads([]) == list(LIVE_HEADS)
 
 
 def test_a_terminal_has_a_table_unless_a_sink_writes_to_it(monkeypatch):

@@ -1,6 +1,6 @@
 """First come, first served, in steps as short as throughput allows, merging an adapter if it pays.
 
-It goes beyond the paper (decision 43). The rows of a prompt delay each answer that is decoded in
+It goes beyond the paper (decision 42). The rows of a prompt delay each answer that is decoded in
 the same step. Above some number of rows, a step computes no more rows per second. So prompts are
 computed one after another, in the smallest chunks that cost no more than a given share of the
 throughput. Requests keep the order of `unmerge_only`: none waits for a later one.
