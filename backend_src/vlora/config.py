@@ -33,7 +33,7 @@ POLICIES: dict[str, str] = {
 }
 
 MERGING = ("out_of_place", "in_place", "off")
-QUANTIZATIONS = ("int8", "int8-dynamic", "int4")
+QUANTIZATIONS = ("int8", "int8-dynamic", "int4", "int4-dynamic")
 QUANTIZATION_GROUPS = (32, 64, 128)
 IntOrAuto = int | Literal["auto"]
 
@@ -307,10 +307,11 @@ def parse_options(keys: Mapping[str, Any], where: str, folder: Path) -> Options:
             f"{where}: 'video_pruning_rate' = {rate:g} must be below 1, the share of all tokens"
         )
     size = options.quantization_group_size
-    if size != QUANTIZATION_GROUPS[0] and options.quantization != "int4":
+    if size != QUANTIZATION_GROUPS[0] and options.quantization not in ("int4", "int4-dynamic"):
         raise InvalidArgument(
             f"{where}: 'quantization_group_size' = {size} has an effect only with"
-            f" 'quantization' = \"int4\"; set that, or 'quantization_group_size' to"
+            f' \'quantization\' = "int4" or "int4-dynamic"; set that, or'
+            f" 'quantization_group_size' to"
             f" {QUANTIZATION_GROUPS[0]}, its default"
         )
     if options.quantization is not None and options.merging == "in_place":

@@ -2,7 +2,7 @@
 // vlora/kernels/quantized.py has checked.
 #include <pybind11/pybind11.h>
 
-#include "quantized/dynamic.h"
+#include "quantized/dynamic_int4.h"
 #include "quantized/quantize.h"
 #include "quantized/quantized.h"
 #include "runtime/kernel_call.h"
@@ -50,19 +50,22 @@ void bind_quantized(py::module_& m) {
   m.attr("DYNAMIC_GROUP") = quantized::kDynamicGroup;
   m.def("multiplies_bytes", &quantized::multiplies_bytes);
   m.def("multiply_dynamic",
-        [](uintptr_t y, ptrdiff_t y_stride, uintptr_t x, ptrdiff_t x_stride, int64_t rows,
-           uintptr_t values, uintptr_t scales, int64_t n, int64_t k, uintptr_t bias, int threads) {
-          const quantized::Weight weight{8,
+        [](uintptr_t y, ptrdiff_t y_stride, uintptr_t x, ptrdiff_t x_stride, int64_t rows, int bits,
+           uintptr_t values, uintptr_t scales, uintptr_t zeros, int64_t n, int64_t k,
+           int group_shift, uintptr_t bias, int threads) {
+          const quantized::Weight weight{bits,
                                          reinterpret_cast<const uint8_t*>(values),
                                          reinterpret_cast<const float*>(scales),
-                                         nullptr,
+                                         reinterpret_cast<const int8_t*>(zeros),
                                          n,
                                          k,
-                                         quantized::Weight::kWholeRow,
+                                         group_shift,
                                          quantized::kDynamicPanel};
           const auto product = product_of(weight, y, y_stride, x, x_stride, rows, bias);
-          steps::perform({threads}, [product](const steps::Inputs& inputs) {
-            quantized::multiply_dynamic(product, inputs.threads);
+          const auto multiply =
+              bits == 4 ? quantized::multiply_dynamic_int4 : quantized::multiply_dynamic;
+          steps::perform({threads}, [product, multiply](const steps::Inputs& inputs) {
+            multiply(product, inputs.threads);
           });
         });
   m.def("multiply_bytes", [](int64_t rounds, int threads) {

@@ -19,7 +19,7 @@ DIGITS_BODY = """\
 DigitGemms digit_gemms() { return {{digit_gemm_of<4>(), digit_gemm_of<2>()}, fewest_digits}; }
 """
 
-SOURCES = ("quantized", "quantize", "dynamic")
+SOURCES = ("quantized", "quantize", "dynamic", "dynamic_int4")
 
 VNNI = Isa(
     "avx512_vnni", "kAvx512", kernels.AVX512.registers, (*kernels.AVX512.flags, "-mavx512vnni"), ()
@@ -37,13 +37,19 @@ def dynamic_units(build: Path) -> list[Unit]:
         headers = (f"quantized/dynamic_{name}.h", "quantized/dynamic_vectors.h")
         source = "DynamicKernels dynamic_kernels() { return dynamic_kernels_of_vectors(); }\n"
         units.append(kernels.unit(build, "quantized", "dynamic", isa, headers, source))
+        headers = (f"quantized/dynamic_int4_{name}.h", "quantized/dynamic_int4_rows.h")
+        source = "Int4Kernels int4_kernels() { return int4_kernels_of_vectors(); }\n"
+        units.append(kernels.unit(build, "quantized", "dynamic_int4", isa, headers, source))
     for isa in TILES:
         headers = (f"runtime/tile_{isa.name}.h", "quantized/dynamic_tiles.h")
         source = "DynamicKernels dynamic_kernels() { return dynamic_kernels_of_tiles(); }\n"
         units.append(kernels.unit(build, "quantized", "dynamic", isa, headers, source))
-    names = ("DynamicKernels", "dynamic_kernels")
-    header = "quantized/dynamic.h"
-    return [*units, kernels.pointer_table(build, "quantized", header, *names, (*DYNAMIC, *TILES))]
+    for header, names, isas in (
+        ("quantized/dynamic.h", ("DynamicKernels", "dynamic_kernels"), (*DYNAMIC, *TILES)),
+        ("quantized/dynamic_int4.h", ("Int4Kernels", "int4_kernels"), (*DYNAMIC,)),
+    ):
+        units.append(kernels.pointer_table(build, "quantized", header, *names, isas))
+    return units
 
 
 def body(isa: Isa) -> str:

@@ -40,7 +40,9 @@ def requests(adapters: tuple[str, ...]) -> list[Request]:
 
 # With quantized activations, a difference of one bit becomes another answer, and pages of another
 # size change the order of the sums.
-@pytest.mark.parametrize(("quantization", "block_size"), [(None, 16), ("int8-dynamic", 3)])
+@pytest.mark.parametrize(
+    ("quantization", "block_size"), [(None, 16), ("int8-dynamic", 3), ("int4-dynamic", 3)]
+)
 def test_sampled_answers_do_not_depend_on_batch_chunks_or_preemption(
     checkpoint: Path, adapters_dir: Path, quantization: str | None, block_size: int
 ) -> None:

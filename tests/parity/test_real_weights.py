@@ -39,6 +39,7 @@ def exact(folder: Path, texts: list[list[int]]) -> list[torch.Tensor]:
         ("int8", 1.01, 0.1),
         ("int8-dynamic", 1.02, 0.1),
         ("int4", 1.5, 0.1),
+        ("int4-dynamic", 1.5, 0.1),
     ],
 )
 def test_perplexity_and_logits_of_each_type_are_near_those_of_transformers(

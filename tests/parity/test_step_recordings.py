@@ -84,6 +84,7 @@ def check_repetitions(compute: Callable[[], tuple[list[torch.Tensor], int]]) -> 
         {"dtype": "bfloat16"},
         {"quantization": "int8"},
         {"quantization": "int8-dynamic"},
+        {"quantization": "int4-dynamic"},
         {"quantization": "int4", "dtype": "bfloat16"},
     ],
     ids=str,

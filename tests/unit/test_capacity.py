@@ -93,6 +93,7 @@ def test_the_planned_weights_equal_the_loaded_ones(checkpoint: Path) -> None:
         Format(8, None),
         Format(8, None, dynamic=True),
         *(Format(4, n, zeros=True) for n in (32, 128)),
+        Format(4, 64, zeros=True, dynamic=True),
     ],
 )
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

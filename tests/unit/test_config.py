@@ -214,14 +214,15 @@ def test_engine_and_encoder_share_a_gpus_memory() -> None:
 def test_quantization_is_read_and_rules_out_merging_in_place() -> None:
     for value in (8, "INT8", "none", ["int8"]):
         unknown = f"'quantization' = {json.dumps(value)} is unknown; it must be "
-        unknown += '"int8", "int8-dynamic" or "int4"'
+        unknown += '"int8", "int8-dynamic", "int4" or "int4-dynamic"'
         with pytest.raises(InvalidArgument, match=re.escape(unknown)):
             parse(quantization=value)
     for quantization in (None, "int8", "int8-dynamic"):
         with pytest.raises(InvalidArgument, match="'quantization_group_size' = 64 has an effect"):
             parse(quantization=quantization, quantization_group_size=64)
-    options = parse(quantization="int4", quantization_group_size=64, merging="off")
-    assert (options.quantization, options.quantization_group_size) == ("int4", 64)
+    for quantization in ("int4", "int4-dynamic"):
+        options = parse(quantization=quantization, quantization_group_size=64, merging="off")
+        assert (options.quantization, options.quantization_group_size) == (quantization, 64)
     with pytest.raises(InvalidArgument, match="'merging' = 'in_place' changes the base weights"):
         parse(quantization="int8", merging="in_place")
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 BLOCK = 64
 # Supported numbers of adjacent values per scale, if an output has more than one scale.
 GROUPS = (32, 64, 128)
-# Number of adjacent activations per scale, if activations are quantized too.
+# Largest number of adjacent activations per scale, if activations are quantized too. Smaller groups
+# of weights have a scale for each group.
 ACTIVATION_GROUP = 64
 # Value that the kernels take as base-2 logarithm of the group size if a whole row is one group.
 WHOLE_ROW = 62
@@ -21,7 +22,8 @@ class Format:
     bits: 8 or 4.
     group: one of GROUPS, or None for one scale per output. int4 needs groups.
     zeros: whether each group has its own zero, which is possible for int4 only.
-    dynamic: whether products quantize activations to int8, too; for int8 with one scale per output.
+    dynamic: whether products quantize activations to int8, too; for int4, or int8 with one
+        scale per output.
     """
 
     bits: int
@@ -40,15 +42,19 @@ class Format:
                 f"{self} is not supported; int4 needs groups of {groups} or {GROUPS[-1]};"
                 " int8 may have such groups, but no zeros"
             )
-        if self.dynamic and (self.bits, self.group) != (8, None):
-            raise ValueError(f"{self} is not supported; dynamic needs int8 without groups")
+        if self.dynamic and self.bits == 8 and grouped:
+            raise ValueError(f"{self} is not supported; dynamic needs int4, or int8 without groups")
 
     @property
     def name(self) -> str:
         """Name for messages, such as "int4 in groups of 128"."""
-        if self.dynamic:
-            return "int8 with quantized activations"
-        return f"int{self.bits}" + ("" if self.group is None else f" in groups of {self.group}")
+        name = f"int{self.bits}" + ("" if self.group is None else f" in groups of {self.group}")
+        return name + (" with quantized activations" if self.dynamic else "")
+
+    @property
+    def activation_group(self) -> int:
+        """Number of adjacent activations per scale, of a dynamic format."""
+        return min(self.group or ACTIVATION_GROUP, ACTIVATION_GROUP)
 
     @property
     def group_shift(self) -> int:

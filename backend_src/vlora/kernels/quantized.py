@@ -2,7 +2,7 @@
 
 A weight is scale · (value − zero). Adjacent inputs of one output form a group with one scale (fp32)
 and one zero (a multiple of 1/8). x keeps the accuracy of fp32 or bf16, and results are fp32. With a
-dynamic format, x is quantized to int8, too, in groups of ACTIVATION_GROUP inputs.
+dynamic format, x is quantized to int8, too, in groups of `Format.activation_group` inputs.
 """
 
 from __future__ import annotations
@@ -209,9 +209,9 @@ def preferred_rows(*, dynamic: bool = False) -> int:
     return TILE_PANEL_ROWS if dynamic else preferred
 
 
-def why_dynamic_is_slower(dtype: torch.dtype) -> str | None:
-    """Return why products of a dynamic format are slower on this CPU than those of int8 without
-    quantized activations; None if they are not. dtype: type of those.
+def why_dynamic_is_slower(form: Format, dtype: torch.dtype) -> str | None:
+    """Return why products of a dynamic format are slower on this CPU than those with the same
+    weights without quantized activations; None if they are not. dtype: type of those.
     """
     try:
         kernels = native.kernels()
@@ -219,7 +219,9 @@ def why_dynamic_is_slower(dtype: torch.dtype) -> str | None:
         return None
     if dtype == torch.bfloat16 and kernels.runtime.isa("bf16") == "amx":
         return "attention and LoRA use AMX only without quantized activations"
-    return None if kernels.quantized.multiplies_bytes() else "it has no AVX-512 VNNI"
+    # AVX2 has to widen bytes of int8 to 16 bits, but not those of int4.
+    slow = form.bits == 8 and not kernels.quantized.multiplies_bytes()
+    return "it has no AVX-512 VNNI" if slow else None
 
 
 def interleave(
@@ -243,12 +245,14 @@ def interleave(
 def separate(
     values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, panel_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return copies in rows of what `interleave` has rearranged."""
-    halves = _separated(values.view(torch.int32), panel_rows).view(torch.uint8)
+    """Return copies in rows of int4 that `interleave` has rearranged."""
+    in_panels = len(values) - len(values) % panel_rows
+    halves = _separated(values[:in_panels].view(torch.int32), panel_rows).view(torch.uint8)
     if panel_rows == TILE_PANEL_ROWS:
         halves = _in_halves(halves)
+    in_blocks = halves.view(-1, 2, HALF_BLOCK).mT.reshape(in_panels, values.shape[1])
     return (
-        halves.view(-1, 2, HALF_BLOCK).mT.contiguous().view(values.shape),
+        torch.cat((in_blocks, values[in_panels:])),
         _separated(scales, panel_rows),
         None if zeros is None else _separated(zeros, panel_rows),
     )
@@ -266,7 +270,9 @@ def _in_halves(pairs: torch.Tensor) -> torch.Tensor:
 
 
 def _separated(stored: torch.Tensor, panel_rows: int) -> torch.Tensor:
-    return stored.view(-1, stored.shape[1], panel_rows).mT.contiguous().view(stored.shape)
+    in_panels, columns = len(stored) - len(stored) % panel_rows, stored.shape[1]
+    panels = stored[:in_panels].view(-1, columns, panel_rows).mT.reshape(in_panels, columns)
+    return torch.cat((panels, stored[in_panels:]))
 
 
 def arrange(weight: QuantizedWeight) -> QuantizedWeight:
@@ -289,13 +295,9 @@ def in_rows(weight: QuantizedWeight) -> QuantizedWeight:
     """Return `weight` itself if it has no panels, else a copy without panels."""
     if not weight.panel_rows:
         return weight
-    if weight.format.dynamic:
-        words, in_panels = weight.values.view(torch.int32), len(weight.values)
-        in_panels -= in_panels % weight.panel_rows
-        panels = _separated(words[:in_panels], weight.panel_rows)
-        return replace(
-            weight, values=torch.cat((panels, words[in_panels:])).view(torch.uint8), panel_rows=0
-        )
+    if weight.format.bits == 8:
+        values = _separated(weight.values.view(torch.int32), weight.panel_rows).view(torch.uint8)
+        return replace(weight, values=values, panel_rows=0)
     values, scales, zeros = separate(weight.values, weight.scales, weight.zeros, weight.panel_rows)
     return replace(weight, values=values, scales=scales, zeros=zeros, panel_rows=0)
 
@@ -311,15 +313,19 @@ def unpack(weight: QuantizedWeight) -> torch.Tensor:
     return nibbles.view(rows, -1)[:, :depth].int()
 
 
+def zeros_of(weight: QuantizedWeight) -> torch.Tensor:
+    """Return the zeros of a matrix in rows, [d_out, groups] fp32."""
+    if weight.zeros is not None:
+        return SYMMETRIC_ZERO + weight.zeros.float() / ZERO_STEPS
+    return torch.full_like(weight.scales, 0 if weight.format.bits == 8 else SYMMETRIC_ZERO)
+
+
 def dequantize(weight: QuantizedWeight) -> torch.Tensor:
     """Return the matrix in fp32, [d_out, d_in], with its columns in the order of the inputs."""
     weight = in_rows(weight)
     rows, depth = weight.shape
     group = weight.format.group or depth
-    zeros: torch.Tensor | int = 0 if weight.format.bits == 8 else SYMMETRIC_ZERO
-    if weight.zeros is not None:
-        stored_zeros = SYMMETRIC_ZERO + weight.zeros.float() / ZERO_STEPS
-        zeros = stored_zeros.repeat_interleave(group, dim=1)[:, :depth]
+    zeros = zeros_of(weight).repeat_interleave(group, dim=1)[:, :depth]
     stored = (unpack(weight) - zeros) * weight.scales.repeat_interleave(group, dim=1)[:, :depth]
     if weight.order is None:
         return stored
@@ -328,16 +334,19 @@ def dequantize(weight: QuantizedWeight) -> torch.Tensor:
 
 def multiply_dynamic(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
     """Return the product with a weight of a dynamic format as the kernels compute it, bit by bit
-    (csrc/quantized/dynamic.h).
+    (csrc/quantized/dynamic.h and dynamic_int4.h).
     """
-    values = unpack(weight).double()
+    weight = in_rows(weight)
+    group, size = weight.format.group, weight.format.activation_group
+    values, zeros = unpack(weight).double(), zeros_of(weight).double()
     totals = torch.zeros(len(x), len(values))
-    for first in range(0, weight.depth, ACTIVATION_GROUP):
-        some = slice(first, first + ACTIVATION_GROUP)
+    for first in range(0, weight.depth, size):
+        some, stored_group = slice(first, first + size), 0 if group is None else first // group
         integers, units = _quantize_rows(x[:, some])
-        sums = integers.nan_to_num(0).double() @ values[:, some].T
-        totals += sums.float() * units
-    return totals * weight.scales.T
+        less_zero = values[:, some] - zeros[:, stored_group, None]
+        scaled = (integers.nan_to_num(0).double() @ less_zero.T).float() * units
+        totals += scaled if group is None else scaled * weight.scales[:, stored_group]
+    return totals * weight.scales.T if group is None else totals
 
 
 def _quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -375,12 +384,7 @@ class QuantizedMatrix(Matrix):
         rows, depth = weight.shape
         self._check_bias(bias, rows)
         self.weight, self.shape, self._bias = weight, weight.shape, bias
-        self._native: tuple[Any, ...]
-        if weight.format.dynamic:
-            addresses = weight.values.data_ptr(), weight.scales.data_ptr()
-            self._native = (*addresses, rows, depth, 0 if bias is None else bias.data_ptr())
-            return
-        self._native = (
+        matrix = (
             weight.format.bits,
             weight.values.data_ptr(),
             weight.scales.data_ptr(),
@@ -388,14 +392,19 @@ class QuantizedMatrix(Matrix):
             rows,
             depth,
             weight.format.group_shift,
-            weight.panel_rows,
-            0 if bias is None else bias.data_ptr(),
-            weight.dtype == torch.bfloat16,
         )
+        bias_address = 0 if bias is None else bias.data_ptr()
+        self._native: tuple[Any, ...]
+        if weight.format.dynamic:
+            self._native = (*matrix, bias_address)
+        else:
+            bf16 = weight.dtype == torch.bfloat16
+            self._native = (*matrix, weight.panel_rows, bias_address, bf16)
 
     def _reference(self, x: torch.Tensor) -> torch.Tensor:
         if self.weight.format.dynamic:
-            product = multiply_dynamic(x, self.weight)
+            order = self.weight.order
+            product = multiply_dynamic(x if order is None else x[:, order], self.weight)
             return product if self._bias is None else product + self._bias
         return reference.linear(x, dequantize(self.weight), self._bias)
 

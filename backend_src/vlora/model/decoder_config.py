@@ -134,9 +134,10 @@ def quantization_of(options: Options, config: DecoderConfig) -> Format | None:
             f" {stored.method} as {stored.form.name}; remove the key 'quantization' to serve the"
             " stored weights, or name the float checkpoint that they were made from"
         )
-    if options.quantization in ("int8", "int8-dynamic"):
-        return Format(8, None, dynamic=options.quantization == "int8-dynamic")
-    return Format(4, options.quantization_group_size, zeros=True)
+    weights, _, activations = options.quantization.partition("-")
+    if weights == "int8":
+        return Format(8, None, dynamic=bool(activations))
+    return Format(4, options.quantization_group_size, zeros=True, dynamic=bool(activations))
 
 
 def lm_head_format(matrices: Format | None, config: DecoderConfig) -> Format | None:

@@ -296,10 +296,9 @@ def test_other_formats_are_refused(bits: int, group: int | None, zeros: bool) ->
         Format(bits, group, zeros)
 
 
-def test_only_int8_without_groups_is_multiplied_with_quantized_activations() -> None:
-    for form in (Format(8, 32), Format(4, 32, zeros=True)):
-        with pytest.raises(ValueError, match="dynamic needs int8 without groups"):
-            replace(form, dynamic=True)
+def test_int8_in_groups_is_not_multiplied_with_quantized_activations() -> None:
+    with pytest.raises(ValueError, match="dynamic needs int4, or int8 without groups"):
+        Format(8, 32, dynamic=True)
 
 
 def test_parts_of_a_weight_are_checked() -> None:
@@ -388,9 +387,17 @@ def test_sums_of_the_largest_weights_and_values_do_not_overflow(backend: Backend
             )
 
 
-# ---- int8 weights with quantized activations -----------------------------------------------------
+# ---- weights with quantized activations ----------------------------------------------------------
 
 DYNAMIC = Format(8, None, dynamic=True)
+DYNAMIC_FORMATS = (
+    DYNAMIC,
+    *(Format(4, group, zeros=True, dynamic=True) for group in formats.GROUPS),
+    Format(4, 32, dynamic=True),
+)
+each_dynamic = pytest.mark.parametrize(
+    "form", DYNAMIC_FORMATS, ids=lambda form: f"{form.name} {form.zeros}"
+)
 # Outputs that fill panels or not; depths that end within, or at the end of, a block or a group. 70
 # rows of the largest product do not fit into L2.
 DYNAMIC_SHAPES = (
@@ -399,10 +406,13 @@ DYNAMIC_SHAPES = (
 )
 
 
+@each_dynamic
 @pytest.mark.usefixtures("threads")
-def test_products_with_quantized_activations_are_equal_bit_by_bit(backend: Backend) -> None:
+def test_products_with_quantized_activations_are_equal_bit_by_bit(
+    backend: Backend, form: Format
+) -> None:
     for width, depth in DYNAMIC_SHAPES:
-        weight = random_weight(DYNAMIC, width, depth)
+        weight = random_weight(form, width, depth)
         matrix = QuantizedMatrix(arranged(weight, backend), torch.randn(width))
         expected = QuantizedMatrix(weight, matrix._bias)
         for rows in (0, 1, 2, 11, 12, 13, 15, 16, 17, 33, 70):
@@ -414,14 +424,16 @@ def test_products_with_quantized_activations_are_equal_bit_by_bit(backend: Backe
                 assert torch.equal(matrix(x[some], backend=backend), product[some])
 
 
-def test_the_error_of_quantized_activations_is_that_of_their_rounding(backend: Backend) -> None:
+@each_dynamic
+def test_the_error_of_quantized_activations_is_that_of_their_rounding(
+    backend: Backend, form: Format
+) -> None:
     """Half a unit of each value: the largest magnitude in its group / 254."""
-    weight = random_weight(DYNAMIC, 48, 832)
+    weight, size = random_weight(form, 48, 832), form.activation_group
     exact, matrix = dequantize(weight).double(), QuantizedMatrix(arranged(weight, backend))
     x = torch.randn(40, 832) * 10 ** torch.linspace(-3, 3, 832)
-    groups = torch.nn.functional.pad(x, (0, 64)).view(40, -1, formats.ACTIVATION_GROUP)
-    units = groups.abs().amax(dim=2) / 127
-    halves = units.repeat_interleave(formats.ACTIVATION_GROUP, dim=1)[:, :832].double() / 2
+    units = x.view(40, -1, size).abs().amax(dim=2) / 127
+    halves = units.repeat_interleave(size, dim=1).double() / 2
     error = (matrix(x, backend=backend) - x.double() @ exact.T).abs()
     assert (error <= 1.001 * halves @ exact.abs().T).all()
 
@@ -445,9 +457,12 @@ def test_a_fine_product_keeps_15_bits_and_has_the_same_bits_in_any_batch(backend
     assert torch.equal(torch.cat(parts), product)
 
 
+@each_dynamic
 @pytest.mark.parametrize("bad", BAD)
-def test_a_quantized_row_that_is_not_finite_spoils_no_other(backend: Backend, bad: float) -> None:
-    matrix = QuantizedMatrix(arranged(random_weight(DYNAMIC, 50, 300), backend))
+def test_a_quantized_row_that_is_not_finite_spoils_no_other(
+    backend: Backend, form: Format, bad: float
+) -> None:
+    matrix = QuantizedMatrix(arranged(random_weight(form, 50, 300), backend))
     for rows in (5, 37):
         x = torch.randn(rows, 300)
         expected = matrix(x, backend=backend)
@@ -457,14 +472,19 @@ def test_a_quantized_row_that_is_not_finite_spoils_no_other(backend: Backend, ba
         assert torch.equal(result[torch.arange(rows) != 3], expected[torch.arange(rows) != 3])
 
 
-def test_groups_of_the_largest_integers_are_exact(backend: Backend) -> None:
-    weight = allocate(DYNAMIC, 20, 512, torch.float32)
-    weight.fill(torch.full((20, 512), -128), torch.ones(20, 1), None)
+@each_dynamic
+def test_groups_of_the_largest_integers_are_exact(backend: Backend, form: Format) -> None:
+    weight, groups = allocate(form, 20, 512, torch.float32), form.groups(512)
+    # The largest distance of a value from its zero.
+    largest, zero = (-128, 0) if form.bits == 8 else (15, -8 if form.zeros else 8)
+    zeros = torch.full((20, groups), zero) if form.zeros else None
+    weight.fill(torch.full((20, 512), largest), torch.ones(20, groups), zeros)
     matrix = QuantizedMatrix(arranged(weight, backend))
     for rows in (1, 20):
         for value in (127.0, -127.0):
             product = matrix(torch.full((rows, 512), value), backend=backend)
-            assert torch.equal(product, torch.full((rows, 20), -128 * value * 512))
+            expected = torch.full((rows, 20), (largest - zero) * value * 512)
+            assert torch.equal(product, expected)
 
 
 @compiled
@@ -477,8 +497,10 @@ def test_the_log_says_where_quantized_activations_are_slower(
 
 
 @compiled
-def test_a_matrix_for_quantized_activations_must_be_arranged() -> None:
-    weight = random_weight(DYNAMIC, 37, 200)
+@each_dynamic
+def test_a_matrix_for_quantized_activations_must_be_arranged(form: Format) -> None:
+    weight = random_weight(form, 37, 200)
     assert torch.equal(unpack(arranged(weight, "cpu")), unpack(weight))
+    assert torch.equal(dequantize(arranged(weight, "cpu")), dequantize(weight))
     with pytest.raises(ValueError, match="must be arranged"):
         QuantizedMatrix(weight)(torch.zeros(2, 200), backend="cpu")
