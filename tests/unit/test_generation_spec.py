@@ -12,11 +12,9 @@ from typer.testing import CliRunner
 
 from tests.support.knowledge import ITEM, write_images, write_spec
 from vlora.cli import app
-from vlora.cli.generate import GenerationProgress
 from vlora.errors import InvalidArgument
-from vlora.generation.fusion import Packed, RunState
 from vlora.generation.spec import Training, read_spec
-from vlora.generation.trainer import Progress, make_accelerator
+from vlora.generation.trainer import make_accelerator
 
 
 @pytest.fixture
@@ -169,22 +167,3 @@ def test_ctrl_c_says_how_to_continue(data: Path, monkeypatch: pytest.MonkeyPatch
     )
     assert result.exit_code == 130
     assert "stopped; to continue, start the same command again" in result.output
-
-
-def test_progress_is_printed_line_by_line_if_the_output_is_no_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_images(tmp_path)
-    items = [{**ITEM, "name": name} for name in ("a", "b")]
-    spec = read_spec(write_spec(tmp_path, items=items))
-    with GenerationProgress(spec, shown=True) as progress:
-        progress.status("reading a")
-        progress.decided(RunState(("a", "b")))
-        progress.report(Progress("a", None, 40, 400, 0.5, {"a": 0.25}))
-        progress.decided(RunState(("b",), (Packed(1, 1, ("a",), {"a": 0.9}),)))
-    assert capsys.readouterr().out.splitlines() == [
-        "reading a",
-        "0 of 2 items in 0 adapters",
-        "a alone: step 40/400: a 0.25",
-        "1 of 2 items in 1 adapter",
-    ]

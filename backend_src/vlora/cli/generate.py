@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Self
 
@@ -27,6 +28,69 @@ if TYPE_CHECKING:
 STATUS_SECONDS = 5.0
 
 
+@dataclass
+class TimeLeft:
+    """Estimates the remaining time from the time per step and the steps per item.
+
+    Only what this process has trained counts, so the estimate also holds for a continued run.
+
+    items: number of items that are not packed yet.
+    max_steps: steps of an item until the first one is packed.
+    now: present time in seconds.
+    step, limit: number of steps of the present attempt so far, and maximum number.
+    steps_of_item: number of steps that the present item has taken in all of its attempts.
+    """
+
+    items: int
+    max_steps: int
+    now: float
+    packed: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    step: int = 0
+    limit: int = 0
+    steps_of_item: int = 0
+
+    def skip(self, now: float) -> None:
+        """Do not count the time since the last call of `skip`, `add` or `pack` as training."""
+        self.now = now
+
+    def add(self, step: int, limit: int, now: float) -> None:
+        """Count the training up to `step` of `limit` in the present attempt."""
+        # A step that is not higher than the last one belongs to a new attempt.
+        trained = step - self.step if step > self.step else step
+        self.step, self.limit = step, limit
+        self.steps += trained
+        self.steps_of_item += trained
+        self.seconds += now - self.now
+        self.now = now
+
+    def pack(self, items: int, now: float) -> None:
+        """Count the present item as packed, if it was trained, and `items` as left."""
+        if self.steps_of_item:
+            self.packed += 1
+        self.items, self.now = items, now
+        self.step = self.limit = self.steps_of_item = 0
+
+    @property
+    def estimate(self) -> float | None:
+        """Seconds until all items are packed and the present attempt ends; None if unknown."""
+        if not self.steps:
+            return None
+        finished = self.steps - self.steps_of_item
+        per_item = finished / self.packed if self.packed else self.max_steps
+        if self.items:
+            steps = self.items * per_item - min(self.steps_of_item, per_item)
+        else:  # Adapters are being merged.
+            steps = self.limit - self.step
+        return steps * self.seconds / self.steps
+
+    def __str__(self) -> str:
+        if (seconds := self.estimate) is None:
+            return "time left not known yet"
+        return f"about {seconds / 60:.0f} min left" if seconds >= 60 else "less than 1 min left"
+
+
 class GenerationProgress:
     """Watcher that shows two bars on a terminal, and lines of text elsewhere.
 
@@ -43,6 +107,8 @@ class GenerationProgress:
         self._count = len(spec.items)
         self._items = self._bars.add_task("items", total=self._count, note="")
         self._steps = self._bars.add_task("starting", total=spec.training.max_steps, note="")
+        self._left = TimeLeft(self._count, spec.training.max_steps, time.monotonic())
+        self._adapters = 0
         self._last_line = -STATUS_SECONDS
 
     def __enter__(self) -> Self:
@@ -64,25 +130,33 @@ class GenerationProgress:
             total=progress.max_steps,
             note=scores,
         )
+        self._left.add(progress.step, progress.max_steps, time.monotonic())
+        self._bars.update(self._items, note=self._note)
         if self._lines:
             step = f"step {progress.step}/{progress.max_steps}"
-            print_plain(f"{text}: {step}: {scores}")
+            print_plain(f"{text}: {step}: {scores}; {self._left}")
 
     def decided(self, state: RunState) -> None:
         """Show the number of items that are decided, and the number of adapters."""
-        adapters = counted(len(state.adapters), "adapter")
+        self._adapters = len(state.adapters)
+        self._left.pack(len(state.pending), time.monotonic())
         done = self._count - len(state.pending)
-        self._bars.update(self._items, completed=done, note=adapters)
+        self._bars.update(self._items, completed=done, note=self._note)
         if self._lines:
-            print_plain(f"{done} of {self._count} items in {adapters}")
+            print_plain(f"{done} of {self._count} items in {self._note}")
 
     def status(self, text: str) -> None:
         """Show what the run does between attempts."""
         now = time.monotonic()
+        self._left.skip(now)
         self._bars.update(self._steps, description=printable(text), completed=0, note="")
         if self._lines and now - self._last_line >= STATUS_SECONDS:
             self._last_line = now
             print_plain(text)
+
+    @property
+    def _note(self) -> str:
+        return f"{counted(self._adapters, 'adapter')}, {self._left}"
 
 
 SpecFile = Annotated[Path, typer.Argument(help="YAML file with the base model and the items.")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
 )
@@ -47,6 +49,7 @@ SPREADS = {
     "end_to_end_s": "end to end",
     "lag_s": "delay of sending",
 }
+SHOW_SECONDS = 0.25  # Seconds between two updates of the live figures.
 
 Grpc = Annotated[str, option("HOST:PORT", "gRPC address of a Triton server.", "--grpc")]
 OpenAi = Annotated[
@@ -286,12 +289,8 @@ def _run(
                 contents.append(maker.make(place, one))
                 bars.update(task, completed=place + 1)
             bars.reset(task)
-            bars.update(task, description="ended")
-
-            def note(record: Record) -> None:
-                bars.advance(task, record.error is not None)
-
-            asyncio.run(_opened(target, send, asking, trace, contents, measurement, note))
+            live = _Live(bars, task)
+            asyncio.run(_opened(target, send, asking, trace, contents, measurement, live))
     except KeyboardInterrupt:
         return True
     return False
@@ -304,6 +303,34 @@ async def _opened(target: Target, work: Callable[..., Awaitable[Any]], *more: An
         return await work(target, *more)
     finally:
         await target.close()
+
+
+class _Live:
+    """Shows the number of requests that have ended, and figures of those so far."""
+
+    def __init__(self, bars: Progress, task: TaskID) -> None:
+        self._bars, self._task = bars, task
+        self._started = self._shown = time.monotonic()
+        self._sent = self._ended = self._errors = self._tokens = 0
+        self._seconds = 0.0
+
+    def __call__(self, record: Record) -> None:
+        if record.error is None:
+            self._sent += 1
+        else:
+            self._ended += 1
+            self._errors += record.error != ""
+            self._tokens += record.output_tokens
+            self._seconds += record.end or 0.0
+        now = time.monotonic()
+        if now >= self._shown + SHOW_SECONDS:
+            self._shown = now
+            self._bars.update(self._task, completed=self._ended, description=self._note(now))
+
+    def _note(self, now: float) -> str:
+        rate, mean = self._tokens / (now - self._started), self._seconds / max(1, self._ended)
+        running = f"{self._sent - self._ended} running, {counted(self._errors, 'error')}"
+        return f"{running}, {rate:.0f} tokens/s, {mean:.2f} s each"
 
 
 def _report(
