@@ -108,7 +108,7 @@ def test_a_model_that_loads_for_long_is_waited_for_and_reported(
     finally:
         server.kill()
     assert len(reports) > 3
-    loading = r"still loading after \d+ s: slow \(\d+ s of processor time, \d+ MiB\)"
+    loading = r"still loading after \d+ s: slow \(\d+ s of CPU, \d+ MiB\)"
     assert re.fullmatch(loading, reports[-1])
 
 
