@@ -1,6 +1,5 @@
 #include "quantized/dynamic.h"
 
-#include <algorithm>
 #include <atomic>
 
 #include "quantized/pieces.h"
@@ -11,24 +10,23 @@
 namespace vlora::quantized {
 namespace {
 
-// Bytes of W in a piece. Reading them from memory takes about 5 µs.
-constexpr int64_t kPieceBytes = 64 << 10;
-// Maximum number of panels that a kernel multiplies together.
-constexpr int64_t kTogether = 4;
-
 // Fewest rows of x that are multiplied by tiles. VNNI is faster for fewer.
 constexpr int64_t kMinTileRows = 12;
 
 const DynamicKernels& current_kernels(int64_t rows) {
-  using runtime::Isa;
-  Isa isa = runtime::isa(Dtype::kBf16);
-  if (rows < kMinTileRows && isa == Isa::kTwin) isa = Isa::kScalar;
-  if (isa > Isa::kAvx2 && (rows < kMinTileRows || isa != Isa::kAmx))
-    isa = multiplies_bytes() ? Isa::kAvx512 : Isa::kAvx2;
-  return *dynamic_kernels(isa);
+  const runtime::Isa isa = runtime::isa(Dtype::kBf16);
+  const bool tiles = isa == runtime::Isa::kTwin || isa == runtime::Isa::kAmx;
+  return *dynamic_kernels(tiles && rows >= kMinTileRows ? isa : isa_of_bytes());
 }
 
 }  // namespace
+
+runtime::Isa isa_of_bytes() {
+  using runtime::Isa;
+  const Isa isa = runtime::isa(Dtype::kBf16);
+  if (isa > Isa::kAvx2) return multiplies_bytes() ? Isa::kAvx512 : Isa::kAvx2;
+  return isa == Isa::kTwin ? Isa::kScalar : isa;
+}
 
 bool multiplies_bytes() {
   return runtime::isa(Dtype::kBf16) > runtime::Isa::kAvx2 && __builtin_cpu_supports("avx512vnni");
@@ -50,12 +48,9 @@ void multiply_dynamic(const Product& p, int threads) {
   x.offsets = reinterpret_cast<int32_t*>(x.units + p.rows * x.groups);
   pack_parts(p.rows, x.tiles, threads,
              [&](int64_t from, int64_t until) { kernels.pack(p, x, from, until); });
-  const int64_t panels = ceil_div(p.w.n, kDynamicPanel),
-                share = ceil_div(panels, int64_t(threads) * 8),
-                fitting = kPieceBytes / (kDynamicPanel * std::max<int64_t>(1, p.w.row_bytes()));
-  const int64_t each =
-      std::max<int64_t>(1, ceil_div(std::min(share, fitting), kTogether)) * kTogether;
-  in_pieces(threads, panels, each, [&](int64_t from, int64_t to) { kernels.run(p, x, from, to); });
+  in_pieces(threads, ceil_div(p.w.n, kDynamicPanel),
+            panels_of_piece(p.w, threads, kMaxPanelsTogether),
+            [&](int64_t from, int64_t to) { kernels.run(p, x, from, to); });
 }
 
 double multiply_bytes(int64_t rounds, int threads) {

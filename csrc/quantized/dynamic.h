@@ -21,6 +21,8 @@ constexpr int64_t kDynamicGroup = 64;
 // Outputs in a panel of W. A panel has the first 4 values of each of its rows, then the next 4 of
 // each, and so on. Rows that fill no panel follow in order.
 constexpr int64_t kDynamicPanel = kTilePanelRows;
+// Maximum number of panels that a kernel multiplies together.
+constexpr int64_t kMaxPanelsTogether = 4;
 
 // Packed x. A tile has a line of each of its rows for the first block of depth, then for the next.
 struct DynamicRows {
@@ -56,6 +58,9 @@ void multiply_dynamic(const Product& product, int threads);
 // Returns whether the instruction set in use multiplies bytes as fast as it could (VNNI). Other
 // CPUs widen them to 16 bits.
 bool multiplies_bytes();
+
+// Returns the instruction set whose vectors multiply bytes in the kernels in use.
+runtime::Isa isa_of_bytes();
 
 // Runs the loop of `peak` of the kernels in use once on each thread. Returns the operations done.
 double multiply_bytes(int64_t rounds, int threads);

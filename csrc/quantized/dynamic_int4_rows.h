@@ -25,11 +25,9 @@ void pack_int4_rows(const Product& p, const Int4Rows& x, int64_t from, int64_t u
       auto* const scales = reinterpret_cast<GroupScale*>(to + rows * kGroup);
       for (int64_t row = 0; row < rows; ++row, to += kGroup) {
         int8_t integers[kGroup];
-        int32_t sum;
         const int64_t count = std::clamp<int64_t>(p.w.k - k, 0, kGroup);
-        quantize_group(p.x + (begin + row) * p.x_stride + k, count, integers, &scales[row].unit,
-                       &sum);
-        scales[row].negated = float(-sum);
+        quantize_group(p.x + (begin + row) * p.x_stride + k, count, integers, &scales[row].unit);
+        scales[row].negated = float(-sum_of(integers));
         for (int i = 0; i < kGroup; ++i)
           to[i / kLineValues * kLineValues + packed_place(i % kLineValues)] = char(integers[i]);
       }

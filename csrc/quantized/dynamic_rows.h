@@ -5,11 +5,10 @@
 #include <xmmintrin.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 
-#include "quantized/digits.h"
 #include "quantized/dynamic.h"
+#include "quantized/quantize_group.h"
 #include "runtime/machine.h"
 #include "runtime/scratch.h"
 
@@ -29,41 +28,6 @@ struct DynamicTile {
   bool streaming;  // whether y bypasses the caches
 };
 
-// Writes the integers of a group, of which `count` values exist. Compilers turn the loops into
-// vectors, because they have constant bounds and no calls.
-inline void quantize_group(const float* x, int64_t count, int8_t (&integers)[kDynamicGroup],
-                           float* unit, int32_t* offset) {
-  float padded[kDynamicGroup];
-  if (count < kDynamicGroup) {
-    std::memset(padded, 0, sizeof padded);
-    std::memcpy(padded, x, size_t(count) * sizeof(float));
-    x = padded;
-  }
-  const auto bits_of = [](float value) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    return bits;
-  };
-  // The bits of magnitudes are ordered as the magnitudes, and those of NaN are the largest.
-  uint32_t largest_bits = 0;
-  for (int64_t i = 0; i < kDynamicGroup; ++i)
-    largest_bits = std::max(largest_bits, bits_of(x[i]) & 0x7fffffffu);
-  float largest;
-  std::memcpy(&largest, &largest_bits, sizeof largest);
-  const bool finite = largest < INFINITY;
-  *unit = finite ? std::max(largest, kSmallestMaximum) / 127.0f : NAN;
-  const float scale = finite ? 1 / *unit : 0;
-  // The sum with this number has no bits after the point, and ends with those of the integer.
-  constexpr float kRounding = 0x1.8p23f;
-  for (int64_t i = 0; i < kDynamicGroup; ++i)
-    integers[i] = int8_t(bits_of(x[i] * scale + kRounding));
-  if constexpr (Bytes::kAddsOffsets) {
-    int32_t sum = 0;
-    for (int64_t i = 0; i < kDynamicGroup; ++i) sum += integers[i];
-    *offset = -128 * sum;
-  }
-}
-
 inline void pack_dynamic(const Product& p, const DynamicRows& x, int64_t from, int64_t until) {
   constexpr int64_t kBlocks = kDynamicGroup / kBlock;
   for (int64_t tile = from; tile < until; ++tile) {
@@ -74,8 +38,9 @@ inline void pack_dynamic(const Product& p, const DynamicRows& x, int64_t from, i
       for (int64_t group = 0; group < x.groups; ++group) {
         const int64_t k = group * kDynamicGroup, at = t * x.groups + group;
         int8_t integers[kDynamicGroup];
-        quantize_group(p.x + t * p.x_stride + k, std::min(kDynamicGroup, p.w.k - k), integers,
-                       x.units + at, x.offsets + at);
+        const float* const values = p.x + t * p.x_stride + k;
+        quantize_group(values, std::min(kDynamicGroup, p.w.k - k), integers, x.units + at);
+        if constexpr (Bytes::kAddsOffsets) x.offsets[at] = -128 * sum_of(integers);
         for (int64_t i = 0; i < std::min(kBlocks, x.blocks - group * kBlocks); ++i) {
           Bytes::write_line(integers + i * kBlock, line);
           line += block_bytes;

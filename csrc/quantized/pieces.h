@@ -3,13 +3,23 @@
 
 #include <algorithm>
 
+#include "quantized/quantized.h"
 #include "runtime/threads.h"
-#include "runtime/types.h"
 
 namespace vlora::quantized {
 
 // From this many rows of x on, the threads share its packing.
 constexpr int64_t kMinSharedPackRows = 64;
+// Bytes of W in a piece of a product with few rows. Reading them from memory takes about 5 µs.
+constexpr int64_t kPieceBytes = 64 << 10;
+
+// Returns the number of panels of kTilePanelRows rows in a piece: a multiple of `together`, the
+// number that a kernel multiplies at the same time. Rows that fill no panel count as one.
+inline int64_t panels_of_piece(const Weight& w, int threads, int64_t together = 1) {
+  const int64_t share = ceil_div(ceil_div(w.n, kTilePanelRows), int64_t(threads) * 8),
+                fitting = kPieceBytes / (kTilePanelRows * std::max<int64_t>(1, w.row_bytes()));
+  return ceil_div(std::max<int64_t>(1, std::min(share, fitting)), together) * together;
+}
 
 // Calls work(from, to) for pieces of [0, count) on all threads. If the threads take numbers in
 // turn, the pieces of each thread are adjacent, so that it reads contiguous memory.

@@ -12,8 +12,7 @@ namespace vlora::quantized::VLORA_ISA {
 // Writes the integers of a group, of which `count` values exist. Compilers turn the loops into
 // vectors, because they have constant bounds and no calls.
 template <size_t kGroup>
-inline void quantize_group(const float* x, int64_t count, int8_t (&integers)[kGroup], float* unit,
-                           int32_t* sum) {
+inline void quantize_group(const float* x, int64_t count, int8_t (&integers)[kGroup], float* unit) {
   float padded[kGroup];
   if (count < int64_t(kGroup)) {
     std::memset(padded, 0, sizeof padded);
@@ -36,12 +35,14 @@ inline void quantize_group(const float* x, int64_t count, int8_t (&integers)[kGr
   const float scale = finite ? 1 / *unit : 0;
   // The sum with this number has no bits after the point, and ends with those of the integer.
   constexpr float kRounding = 0x1.8p23f;
-  int32_t total = 0;
-  for (size_t i = 0; i < kGroup; ++i) {
-    integers[i] = int8_t(bits_of(x[i] * scale + kRounding));
-    total += integers[i];
-  }
-  *sum = total;
+  for (size_t i = 0; i < kGroup; ++i) integers[i] = int8_t(bits_of(x[i] * scale + kRounding));
+}
+
+template <size_t kGroup>
+inline int32_t sum_of(const int8_t (&integers)[kGroup]) {
+  int32_t sum = 0;
+  for (size_t i = 0; i < kGroup; ++i) sum += integers[i];
+  return sum;
 }
 
 }  // namespace vlora::quantized::VLORA_ISA

@@ -14,8 +14,6 @@
 namespace vlora::quantized {
 namespace {
 
-// Bytes of W in a piece of a gemv. Reading them from memory takes about 5 µs.
-constexpr int64_t kPieceBytes = 64 << 10;
 // From this many rows of x on, a tile unit multiplies faster than a gemv, by type of the product.
 constexpr int64_t kMinTileRows[kDtypes] = {8, 6};
 // For these numbers of rows of x, a tile unit multiplies digits faster than other kernels multiply.
@@ -136,13 +134,6 @@ int tile_rows(const TilePanels& kernels, int64_t rows) {
   return runtime::kAmxRows;
 }
 
-// Returns the number of panels of kTilePanelRows rows in a piece of a product.
-int64_t panels_of_piece(const Weight& w, int threads) {
-  const int64_t share = ceil_div(w.n / kTilePanelRows, int64_t(threads) * 8),
-                fitting = kPieceBytes / (kTilePanelRows * w.row_bytes());
-  return std::max<int64_t>(1, std::min(share, fitting));
-}
-
 // Multiplies a slice of the depth with some rows of x.
 void multiply_slice(const TilePanels& kernels, const Product& p, const PanelSlice& slice,
                     int threads) {
@@ -151,7 +142,7 @@ void multiply_slice(const TilePanels& kernels, const Product& p, const PanelSlic
   pack_parts(slice.rows, slice.tiles(), threads,
              [&](int64_t from, int64_t until) { kernels.pack(p, slice, x, from, until); });
   // Rounded weights are multiplied in pairs of panels.
-  const int64_t each = ceil_div(panels_of_piece(p.w, threads), 2) * 2;
+  const int64_t each = panels_of_piece(p.w, threads, 2);
   in_pieces(threads, p.w.n / kTilePanelRows, each, [&](int64_t from, int64_t to) {
     static thread_local runtime::Scratch scratch;
     kernels.run(p, slice, x, from, to,
