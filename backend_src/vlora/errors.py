@@ -103,8 +103,8 @@ _CODED = re.compile(r"(?:^|\W)(" + "|".join(BY_CODE) + r"): (.*)", re.DOTALL)
 # Message of Unavailable to a request that has not begun. Another server may answer it.
 SHUTTING_DOWN = "the server is shutting down"
 
-# Part of the message of Unavailable to a request whose images and prompt would use two versions of
-# an adapter. Encoder and engine agree again within 5 s, usually within 2.
+# Part of the message of Unavailable to a request whose adapter was replaced between the encoding of
+# its images and its prompt. Encoder and engine agree again within 5 s, usually within 2.
 ADAPTER_CHANGED = "was changed while the request's images were encoded"
 CHANGE_REPEATS, CHANGE_PAUSE_SECONDS = 4, 1.5
 

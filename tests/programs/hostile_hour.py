@@ -236,7 +236,10 @@ class HostileHour:
     def _hostile(
         self, name: str, model: str, right: Collection[str] | None = None, **values: Any
     ) -> None:
-        """Send a request, and count whether it is answered or refused. right: possible answers."""
+        """Send a request, and count its outcome: answered, an error's code, or what was wrong.
+
+        right: texts that are right answers; None for any.
+        """
         try:
             answer = self._ask.once(model, timeout=BOMB_SECONDS, **values)
             is_right = right is None or answer["text_output"] in right

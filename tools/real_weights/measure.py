@@ -148,7 +148,7 @@ def stock(folder: Path, texts: Sequence[list[int]]) -> list[torch.Tensor]:
 
 @dataclass(frozen=True)
 class TextError:
-    """What a type of weights costs on texts.
+    """Accuracy of a type of weights on texts.
 
     rms_error: root mean square of the error of the logits, relative to their standard deviation.
     matrix_bytes: size of the layers' matrices.

@@ -449,7 +449,8 @@ def test_a_fine_product_keeps_15_bits_and_has_the_same_bits_in_any_batch(backend
     with backends.override("kernels", "reference"):
         expected = fine_product(QuantizedMatrix(weight))(x)
     units = x.abs().amax(dim=1, keepdim=True).double() / 127
-    # The rest of a rounding is at most half a unit, and is rounded to 1 / 254 of that.
+    # The first product loses at most half a unit of each value. The second keeps all of that but
+    # 1 / 254.
     allowed = units / 2 / 254 * exact.abs().sum(dim=1) + 1e-5 * x.abs().double() @ exact.abs().T
     assert ((product - x.double() @ exact.T).abs() <= allowed).all()
     assert ((coarse - x.double() @ exact.T).abs() > allowed).any()
