@@ -52,6 +52,7 @@ def view(name: str, **other: Any) -> CameraView:
     return {
         "name": name,
         "state": "running",
+        "overloaded": False,
         "detail": "",
         "adapter": "people",
         "picture": b"",

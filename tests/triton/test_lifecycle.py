@@ -47,10 +47,14 @@ def lone_model(tmp_path: Path) -> Path:
     return repository
 
 
-def test_a_model_that_fails_to_load_is_reported_with_its_reason(lone_model: Path) -> None:
+def test_a_model_that_fails_to_load_is_reported_with_its_reason_and_log(
+    lone_model: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    reason = rf"ended with status 1(?s:.*)cannot read .*model.json(?s:.*)the server's log is {log}$"
     with (
-        pytest.raises(ServerError, match=r"ended with status 1(?s:.*)cannot read .*model.json"),
-        TritonServer(ServerOptions(repository=lone_model)),
+        pytest.raises(ServerError, match=reason),
+        TritonServer(ServerOptions(repository=lone_model, log=log, keep_log=True)),
     ):
         pass
 

@@ -545,5 +545,5 @@ def test_a_key_of_megabytes_takes_no_time() -> None:
 
 def test_a_file_without_permission_is_reported_with_the_remedy() -> None:
     unreadable = ErrorFactory("cars", "adapter_model.safetensors").unreadable
-    assert "chmod a+r" in str(unreadable(PermissionError(13, "Permission denied")))
+    assert "chmod -R a+rX" in str(unreadable(PermissionError(13, "Permission denied")))
     assert "Input/output error" in str(unreadable(OSError(5, "Input/output error")))

@@ -424,7 +424,7 @@ def test_the_commands_report_the_zoo_without_a_traceback(
     assert result.exit_code == status, result.output
     for name in (*HEALTHY, "config-deep-lists", "[red]markup[bold]", "weights-complex"):
         assert name in result.output
-    assert ("failed to load" in result.output) == (command == "list")
+    assert "config-deep-lists': adapter_config.json is nested" in result.output
 
 
 def test_a_root_that_is_no_folder_is_reported_in_a_sentence(

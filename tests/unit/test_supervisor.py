@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -49,6 +50,9 @@ class FakeServer:
 
     def explain(self) -> str:
         return "E: what the log says"
+
+    def adapter_news(self) -> server_log.AdapterNews:
+        return server_log.AdapterNews(self.log, 0)
 
     def stop(self) -> None:
         self.ended.append("stopped")
@@ -232,6 +236,36 @@ def test_a_failed_start_is_explained_by_model_errors_then_other_errors_then_the_
     assert broken_adapters(LOG + LOG + more) == ([BROKEN], 99900), "each adapter is named once"
 
 
+def test_a_broken_adapter_is_told_while_the_server_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("log").write_text(LOG)
+    runs = Runs(None)
+    runs.supervise(restart=None)
+    assert runs.messages[1] == f"warning: {BROKEN}"
+
+
+def test_news_of_adapters_are_told_once_until_they_are_mended(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(LOG)
+    news = server_log.AdapterNews(log, len(LOG))
+    mended = f"I{AT} process.py:49] \"[lmm] adapter 'bad one' can be loaded now\"\n"
+
+    def after(text: str) -> list[str]:
+        with log.open("a") as file:
+            file.write(text)
+        return news.read()
+
+    assert after("") == [], "the start has told what stands before"
+    assert after(mended) == [], "it was not broken"
+    assert after(LOG + LOG) == [f"warning: {BROKEN}"]
+    assert after(LOG + mended[:40]) == []
+    assert after(mended[40:]) == ["adapter 'bad one' can be loaded now"]
+    assert after(LOG) == [f"warning: {BROKEN}"]
+    assert server_log.AdapterNews(Path("-"), 0).read() == []
+
+
 def test_no_more_than_the_end_of_a_log_is_read(tmp_path: Path) -> None:
     """A server may log for months, and its last errors are at the end."""
     log = tmp_path / "log"
@@ -281,6 +315,17 @@ def test_a_log_that_cannot_be_written_is_an_error_with_the_remedy(tmp_path: Path
         ):
             server.open()
     assert other.read_text() == "text"
+
+
+def test_a_log_on_a_full_disk_is_an_error_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = SimpleNamespace(f_blocks=1000, f_bavail=15, f_frsize=4096)
+    monkeypatch.setattr("os.fstatvfs", lambda descriptor: full)
+    with pytest.raises(
+        ServerError, match=r"cannot write the log .*: No space left on device; name"
+    ):
+        server_log.create(tmp_path / "log")
 
 
 def test_a_log_that_is_kept_is_in_a_folder_of_this_user_only(

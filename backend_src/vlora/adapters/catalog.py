@@ -379,6 +379,7 @@ class FolderReader:
     stamps: Mapping[str, tuple[Path, Stamp]] = field(default_factory=dict)
     _read_bytes: int = 0
     _retries: dict[str, Backoff] = field(default_factory=dict)
+    _broken: set[str] = field(default_factory=set)
     _to_retry: SimpleQueue[tuple[str, float]] = field(default_factory=SimpleQueue)
     _results: list[FolderResult] = field(default_factory=list)
     _reported_at: float = 0.0
@@ -391,6 +392,7 @@ class FolderReader:
         removed = before.keys() - folders.keys()
         for name in removed:
             self._retries.pop(name, None)
+            self._broken.discard(name)
             self._add(FolderRemoved(name))
         _log_first(logging.INFO, removed, "adapter '{}' was removed", "were removed")
         changed = [one for one in folders.items() if before.get(one[0]) != one[1]]
@@ -414,17 +416,23 @@ class FolderReader:
         self._read_all(one for one in versions if stamp_of(one[1]) == one[2])
 
     def _read_all(self, folders: Iterable[tuple[str, Path, Stamp]]) -> None:
-        failed, vague = [], []
+        failed, mended, vague = [], [], []
         self._reported_at = time.monotonic()
         for name, folder, stamp in folders:
             result = self._read(name, folder, stamp)
             self._add(result)
             if isinstance(result, FolderFailed):
+                self._broken.add(name)
                 failed.append(str(result.error))
-            elif len((info := result.handle.info).tasks) > 1 and info.own_task is None:
+                continue
+            if name in self._broken:
+                self._broken.remove(name)
+                mended.append(name)
+            if len((info := result.handle.info).tasks) > 1 and info.own_task is None:
                 vague.append(name)
         self._report()
         _log_first(logging.WARNING, failed, "{}", CANNOT_BE_LOADED)
+        _log_first(logging.INFO, mended, "adapter '{}' can be loaded now", "can be loaded now")
         _log_first(
             logging.WARNING,
             vague,

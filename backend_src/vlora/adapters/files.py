@@ -24,7 +24,7 @@ from vlora.adapters.peft import CONVERT, PeftConfig, TensorKey, UnknownKey, pars
 from vlora.adapters.routing import Skill, read_skills
 from vlora.adapters.tensors import PairTensors, WeightsFile, WeightsReader
 from vlora.atmm.types import HeadMatrix, LoraPair
-from vlora.errors import nearest
+from vlora.errors import nearest, shown
 from vlora.ids import VISION, MatrixId
 from vlora.weights.slab import TARGETS
 
@@ -237,7 +237,7 @@ class _Checked:
 def _check(files: _Files, model: ModelShape, max_bytes: int) -> _Checked:
     config, invalid = files.config, files.invalid
     in_weights = invalid.in_file(WEIGHTS)
-    pairs = _assign_tensors(files.weights, model, in_weights)
+    pairs = _assign_tensors(files.weights, model, _base_of(config), in_weights)
     if not pairs:
         raise in_weights("holds no LoRA weights")
     present = [key for pair in pairs.values() for key in (pair.a, pair.b) if key]
@@ -257,8 +257,13 @@ def _check(files: _Files, model: ModelShape, max_bytes: int) -> _Checked:
     return _Checked(pairs, labels, tasks, head_bytes, skills)
 
 
+def _base_of(config: PeftConfig) -> str:
+    """Return the end of a message about weights that do not fit the model, which may be another."""
+    return f"; {CONFIG} names the base model {shown(config.base)}" if config.base else ""
+
+
 def _assign_tensors(
-    file: WeightsFile, model: ModelShape, invalid: ErrorFactory
+    file: WeightsFile, model: ModelShape, base: str, invalid: ErrorFactory
 ) -> dict[MatrixId, PairTensors]:
     keys: dict[MatrixId, PairTensors] = {}
     # PEFT stores a copy of the embeddings beside their LoRA, which is the fault to report.
@@ -266,7 +271,7 @@ def _assign_tensors(
         try:
             parsed = parse_key(key, model)
         except UnknownKey as reason:
-            raise invalid(f"holds '{key}', {reason}") from None
+            raise invalid(f"holds '{key}', {reason}{base}") from None
         if parsed.part == "magnitude":
             raise invalid(f"holds '{key}', a DoRA magnitude; make it a plain LoRA with {CONVERT}")
         if parsed.part == "weight":
@@ -309,7 +314,7 @@ def _check_pair(matrix: MatrixId, pair: PairTensors, files: _Files, model: Model
     a, b = files.weights.shapes[pair.a], files.weights.shapes[pair.b]
     if (a, b) != ((rank, d_in), (d_out, rank)):
         expected = f"with rank {rank} they must be ({rank}, {d_in}) and ({d_out}, {rank})"
-        raise invalid(f"has A {a} and B {b} for {module}; {expected}")
+        raise invalid(f"has A {a} and B {b} for {module}; {expected}{_base_of(config)}")
     pair.scale = config.scale_of(paths)
 
 

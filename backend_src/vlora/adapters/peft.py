@@ -244,6 +244,7 @@ class PeftConfig:
     layers_pattern: tuple[str, ...]
     invocation: tuple[int, ...]
     matcher: PatternMatcher
+    base: Any = None  # Name of the base model that the adapter was trained for, for messages.
 
     def rank_of(self, paths: Sequence[str]) -> int:
         return self._by_pattern(self.rank_pattern, paths, self.rank)
@@ -309,6 +310,7 @@ def read_config(folder: Path, invalid: ErrorFactory) -> PeftConfig:
         layers_pattern=layers_pattern,
         invocation=_invocation(config.get("alora_invocation_tokens"), invalid),
         matcher=PatternMatcher(invalid),
+        base=config.get("base_model_name_or_path"),
     )
 
 

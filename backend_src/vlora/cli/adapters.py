@@ -39,8 +39,7 @@ def list_adapters(
     found, broken = _read_all(model, adapters, repository, options_file)
     if found:
         console.print(table_of(found))
-    for name in broken:
-        print_plain(f"{name} failed to load; `vlora adapters check` with the same options says why")
+    _print_broken(broken.values())
 
 
 @app.command("check", cls=common.ConfiguredCommand)
@@ -54,10 +53,14 @@ def check_adapters(
     found, broken = _read_all(model, adapters, repository, options_file)
     for info in found:
         print_labelled("ok     ", "green", info.name)
-    for error in broken.values():
-        print_labelled("broken ", "red", str(error))
+    _print_broken(broken.values())
     if broken:
         raise typer.Exit(1)
+
+
+def _print_broken(errors: Iterable[InvalidArgument]) -> None:
+    for error in errors:
+        print_labelled("broken ", "red", str(error))
 
 
 def table_of(adapters: Iterable[AdapterInfo]) -> Table:

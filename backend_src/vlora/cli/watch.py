@@ -178,16 +178,19 @@ def shows_table(sinks: Sequence[SinkOptions]) -> bool:
 
 
 async def _show(watch: Watch, desk: AlertDesk, is_table: bool) -> None:
-    from vlora.watch.table import line
+    from vlora.watch.table import line, overload_now
 
     if not is_table:
         while True:
             await asyncio.sleep(LINE_SECONDS)
             print_plain(line(watch.watched(), desk.counts()))
+            if sentence := overload_now(watch.watched()):
+                print_plain(sentence)
     with Live(console=console, auto_refresh=False, transient=True) as live:
         while True:
             # The totals come first, because a terminal cuts a table of many cameras at its end.
-            totals = Text(line(watch.watched(), desk.counts()))
+            lines = (line(watch.watched(), desk.counts()), overload_now(watch.watched()))
+            totals = Text("\n".join(filter(None, lines)))
             live.update(Group(totals, live_table(watch.watched())), refresh=True)
             await asyncio.sleep(SHOW_SECONDS)
 

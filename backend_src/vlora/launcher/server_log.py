@@ -1,4 +1,4 @@
-"""Triton's log: its file, and the errors and broken adapters in it."""
+"""Triton's log: its file, and the errors and the adapters in it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from vlora.errors import ServerError
 # Maximum number of bytes of a log that are read, because a server may log for months.
 MAX_BYTES = 4 * 1024 * 1024
 MAX_LINES = 12  # Lines of a log that explain a failure.
+LEAST_FREE_BYTES = 64 * 1024  # Room on the disk for the log: four times what a start writes.
 STACK = "\\n\\nAt:"  # Text that precedes a Python stack in a line of Triton's log.
 TABLE = ("+", "|")  # First characters of the lines that belong to a table of options or models.
 
@@ -27,6 +28,7 @@ _USAGE = re.compile("unrecognized option|Unexpected argument|option .* requires 
 _INFORMATION = re.compile(r"I\d{4} \d\d:\d\d:")
 _FAILED = re.compile(r".*?failed to load '.*?'( version \d+)?")
 _BROKEN = re.compile(r"^W\d{4} .*?\] \"\[lmm\] (adapter '(.*?)': .*)\"$")
+_MENDED = re.compile(r"^I\d{4} .*?\] \"\[lmm\] (adapter '(.*?)' can be loaded now)\"$")
 # The log names only the first of many adapters (`MAX_LOGGED` in adapters/catalog.py).
 _MORE_BROKEN = re.compile(r"^W\d{4} .*?\] \"\[lmm\] (\d+) more adapters cannot be loaded")
 
@@ -34,13 +36,19 @@ _MORE_BROKEN = re.compile(r"^W\d{4} .*?\] \"\[lmm\] (\d+) more adapters cannot b
 def create(path: Path) -> IO[bytes]:
     """Create the log's folder and file, and return the file, open for writing and empty.
 
-    Raises ServerError with the path and the reason.
+    Raises ServerError with the path and the reason, also for a full disk: models that cannot log
+    fail to load, and the empty log would not say why.
     """
     # A symbolic link is refused, because in a shared folder another user may have created it.
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return os.fdopen(os.open(path, flags, 0o666), "wb")
+        descriptor = os.open(path, flags, 0o666)
+        disk = os.fstatvfs(descriptor)
+        if disk.f_blocks and disk.f_bavail * disk.f_frsize < LEAST_FREE_BYTES:
+            os.close(descriptor)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return os.fdopen(descriptor, "wb")
     except OSError as error:
         reason = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
         raise ServerError(
@@ -111,6 +119,35 @@ def broken_adapters(log: str) -> tuple[list[str], int]:
     # Triton puts messages into quotes, and a backslash before a quote in them.
     reasons = {match[2]: match[1].replace('\\"', '"') for match in matches}
     return [*reasons.values()], sum(int(m[1]) for m in map(_MORE_BROKEN.match, lines) if m)
+
+
+class AdapterNews:
+    """The adapters that break and are mended, by a log that grows, from byte `start` on."""
+
+    def __init__(self, path: Path, start: int) -> None:
+        self._path, self._start = path, start
+        self._reasons: dict[str, str] = {}  # Of the broken adapters, by name.
+
+    def read(self) -> list[str]:
+        """Return a sentence about each since the last call.
+
+        A reason is told once, though the log repeats it while a folder is copied.
+        """
+        if not self._path.is_file() or self._path.stat().st_size <= self._start:
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._start)
+            # The rest, behind the last end of a line, is read with the next call.
+            lines, end, _ = file.read(MAX_BYTES).rpartition(b"\n")
+        self._start += len(lines + end)
+        news = []
+        for line in lines.decode(errors="replace").splitlines():
+            if (mended := _MENDED.match(line)) and self._reasons.pop(mended[2], None):
+                news.append(mended[1])
+            elif (broken := _BROKEN.match(line)) and self._reasons.get(broken[2]) != broken[1]:
+                self._reasons[broken[2]] = broken[1]
+                news.append("warning: " + broken[1].replace('\\"', '"'))
+        return news
 
 
 def _without_noise(lines: list[str]) -> list[str]:

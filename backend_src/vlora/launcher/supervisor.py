@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from vlora.errors import ServerError, pause_after
+from vlora.errors import MAX_NAMES, ServerError, pause_after
 from vlora.launcher.repository import ServerOptions
 from vlora.launcher.server import TritonServer
 
@@ -106,7 +106,10 @@ class Supervisor:
             self._options = server.options
             self._ready = True
             announce(server, time.monotonic() - started)
+            news = server.adapter_news()
             while (failure := server.failure()) is None:
+                for sentence in news.read()[:MAX_NAMES]:
+                    self._say(sentence)
                 self._sleep(WATCH_SECONDS)
             explained = server.explain()
             server.kill()

@@ -42,6 +42,7 @@ class CameraView(TypedDict):
     """State and counts of a camera that the page shows.
 
     state: "running", "connecting", "waiting" or "stopped"; detail: why, without secrets.
+    overloaded: whether many of the last chunks were dropped.
     lag: seconds from the last frame of the last chunk to its answer. skipped: share of the chunks,
       from 0 to 1, that were not asked about because the scene had not changed. damaged: frames that
       were left out because packets were lost.
@@ -49,6 +50,7 @@ class CameraView(TypedDict):
 
     name: str
     state: str
+    overloaded: bool
     detail: str
     adapter: str
     picture: bytes

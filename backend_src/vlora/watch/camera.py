@@ -59,8 +59,7 @@ class Mailbox:
         with self._changed:
             while must_wait and self._chunk and not (stop.is_set() or self.is_closed):
                 self._changed.wait(0.2)
-            self.counts.chunks += 1
-            self.counts.drops += self._chunk is not None
+            self.counts.count_chunk(self._chunk is not None, time.monotonic())
             self._chunk = chunk
         self.notify()
 

@@ -6,6 +6,12 @@ from collections import deque
 from dataclasses import dataclass, field
 
 MAX_LAGS = 10_000  # Lags of the last answers, of which the summary has quantiles.
+# A camera counts as overloaded if it dropped more than this share of its chunks in this time, as in
+# the alerting rules, and more than a few.
+OVERLOAD = 0.2
+RECENT_SECONDS = 300.0
+LEAST_DROPS = 2
+LOOK_SECONDS = 10.0
 
 
 @dataclass
@@ -40,6 +46,24 @@ class Counts:
     drops: int = 0
     yielded: int = 0
     lags: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_LAGS))
+    # Times with the chunks and drops before them, of the last RECENT_SECONDS.
+    looks: deque[tuple[float, int, int]] = field(default_factory=deque)
+
+    def count_chunk(self, is_dropped: bool, now: float) -> None:
+        """Count a chunk, and whether it replaced another."""
+        looks = self.looks
+        if not looks or now - looks[-1][0] >= LOOK_SECONDS:
+            looks.append((now, self.chunks, self.drops))
+        while now - looks[0][0] > RECENT_SECONDS:
+            looks.popleft()
+        self.chunks += 1
+        self.drops += is_dropped
+
+    @property
+    def is_overloaded(self) -> bool:
+        """Whether many of the last chunks were dropped."""
+        _, chunks, drops = self.looks[0] if self.looks else (0.0, 0, 0)
+        return self.drops - drops > max(LEAST_DROPS, OVERLOAD * (self.chunks - chunks))
 
     @property
     def share_skipped(self) -> float:

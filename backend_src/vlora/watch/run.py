@@ -65,12 +65,17 @@ class Watched:
             reader.stop()
         self.changed.set()
 
+    @property
+    def is_overloaded(self) -> bool:
+        return self.reader.state == "running" and self.counts.is_overloaded
+
     def view(self) -> CameraView:
         """Return what the page shows."""
         counts, stream, last = self.counts, self.reader.counts, self.last
         return CameraView(
             name=self.name,
             state=self.reader.state,
+            overloaded=self.is_overloaded,
             detail=self.reader.detail or self.error,
             adapter=self.camera.adapter or "",
             picture=last.picture if last else b"",

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from vlora.watch.counts import OVERLOAD, RECENT_SECONDS
 from vlora.watch.run import Watched
 
 COUNTS = ("chunks", "answers", "skipped", "drops", "errors", "new conn.", "gaps")
@@ -16,8 +17,6 @@ LIVE_HEADS = ("camera", "state", "answer", "lag s", *COUNTS)
 SUMMARY_HEADS = ("camera", *COUNTS, "p50 s", "p95 s", "max s")
 # Columns of the live table that it lacks while they are zero for all cameras.
 FAULTS = ("skipped", "errors", "new conn.", "gaps")
-# Share of dropped chunks above which a camera is named as overloaded, as in the alerting rules.
-OVERLOAD = 0.2
 RIGHT = (*COUNTS, "lag s", "p50 s", "p95 s", "max s")
 ANSWER_WIDTH = 36
 
@@ -26,7 +25,8 @@ def live_row(watched: Watched) -> tuple[str, ...]:
     view, last = watched.view(), watched.last
     # The URL is left out, because it is long and the reason behind it is what counts.
     reason = view["detail"].removeprefix(f"{watched.camera.shown_url}: ")
-    state = view["state"] + (f": {reason}" if reason else "")
+    state = "overloaded" if view["overloaded"] else view["state"]
+    state += f": {reason}" if reason else ""
     text = ""
     if last is not None:
         best = f" ({max(last.scores.values()):.2f})" if last.scores else ""
@@ -52,10 +52,20 @@ def shown_heads(rows: Sequence[Sequence[str]]) -> list[str]:
 def overload(watched: Sequence[Watched]) -> str:
     """Return a sentence about the cameras that dropped many chunks; "" if there are none."""
     late = [one.name for one in watched if one.counts.drops > OVERLOAD * one.counts.chunks]
+    return _overload(late, len(watched), "")
+
+
+def overload_now(watched: Sequence[Watched]) -> str:
+    """Return the same about the last minutes."""
+    late = [one.name for one in watched if one.is_overloaded]
+    return _overload(late, len(watched), f" of the last {RECENT_SECONDS / 60:.0f} minutes")
+
+
+def _overload(late: Sequence[str], count: int, when: str) -> str:
     if not late:
         return ""
     return (
-        f"{len(late)} of {len(watched)} cameras dropped more than {OVERLOAD:.0%} of their chunks"
+        f"{len(late)} of {count} cameras dropped more than {OVERLOAD:.0%} of their chunks{when}"
         f" ({shorten(', '.join(late), 60, placeholder='…')}): the server, or this machine, does not"
         " keep up; raise their interval, use gates, or add replicas"
     )

@@ -204,6 +204,27 @@ def test_of_many_broken_folders_the_log_names_the_first_and_a_new_one_is_read_al
     assert caplog.messages[-1] == "48 more adapters were removed"
 
 
+def test_a_broken_folder_that_can_be_read_again_is_logged(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    broken_folders(root, 1)
+    folders = AdapterStore(small_model()).folders
+
+    def look() -> list[str]:
+        caplog.clear()
+        found = find_folders(root, {}).items()
+        folders.update({name: (path, stamp_of(path)) for name, path in found})
+        return caplog.messages
+
+    assert look()[0].startswith("adapter 'b000': adapter_config.json is not valid JSON")
+    shutil.rmtree(root / "b000")
+    write_adapter(root / "b000", 1)
+    assert look() == ["adapter 'b000' can be loaded now"]
+    write_adapter(root / "b000", 2)
+    assert look() == []
+
+
 def test_results_of_many_folders_come_together(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken_folders(root, 20)
     store = AdapterStore(small_model())

@@ -36,7 +36,7 @@ from vlora.sampling import SamplingParams
 from vlora.watch.camera import Mailbox, open_source
 from vlora.watch.chunks import Chunk
 from vlora.watch.config import Camera
-from vlora.watch.counts import StreamCounts
+from vlora.watch.counts import Counts, StreamCounts
 from vlora.watch.pixels import View
 from vlora.watch.ring import PacketRing
 from vlora.watch.sinks import JsonLinesOptions
@@ -48,6 +48,7 @@ from vlora.watch.table import (
     line,
     live_row,
     overload,
+    overload_now,
     shown_heads,
     summary_row,
 )
@@ -415,6 +416,21 @@ def test_a_camera_has_one_line_in_the_table_and_overloaded_ones_are_named(start)
     assert overload(watched).startswith(
         "1 of 2 cameras dropped more than 20% of their chunks (door)"
     )
+
+
+def test_a_camera_is_overloaded_while_it_drops_many_of_its_last_chunks(start):
+    run = start(door=QUICK, gone={"url": "rtsp://127.0.0.1:9/x"})
+    until(lambda: run["door"].counts.answered, 10)
+    run["door"].mailbox.counts = counts = Counts()
+    for second in range(1000):
+        counts.count_chunk(400 <= second < 600 and second % 2 == 0, float(second))
+        assert counts.is_overloaded == (520 < second < 860), second
+        if second == 599:
+            assert live_row(run["door"])[1] == "overloaded"
+            shown = overload_now(run.watch.watched())
+            assert "1 of 2 cameras dropped more than 20% of their chunks of the last 5" in shown
+    assert not overload_now(run.watch.watched())
+    assert live_row(run["door"])[1] == "running"
 
 
 def test_the_live_table_has_columns_of_faults_only_if_there_are_any():

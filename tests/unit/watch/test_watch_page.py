@@ -276,6 +276,9 @@ def test_a_browser_shows_cameras_events_and_clips(driver: Any, tmp_path: Path, w
         page = Page(driver, width)
         page.open(running.url.removeprefix("http://").strip("/"))
         page.wait("#status", "1 of 2 cameras running")
+        running.cameras[0]["overloaded"] = True
+        page.wait("#status", "1 of 2 cameras running, 1 overloaded")
+        assert page.text("#cameras .state") == "overloaded"
         # Selenium's elements may be removed before their text is read.
         names = "return Array.from(document.querySelectorAll('#cameras .name'), (x) => x.innerText)"
         assert page.run(names) == ["gate", "yard"]

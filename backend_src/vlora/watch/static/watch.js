@@ -25,7 +25,7 @@ function fillCamera(root, camera) {
   showPicture(root.querySelector("img"), camera.picture && `picture?${query}`, `Last picture of ${camera.name}`);
   root.querySelector(".name").textContent = camera.name;
   const state = root.querySelector(".state");
-  state.textContent = state.dataset.state = camera.state;
+  state.textContent = state.dataset.state = camera.overloaded ? "overloaded" : camera.state;
   root.querySelector(".detail").textContent = camera.detail;
   root.querySelector(".text").textContent = camera.answer;
   showPairs(root.querySelector(".meta"), [
@@ -107,7 +107,9 @@ async function refresh() {
     byId("no-events").hidden = events.length > 0;
     showSinks(sinks);
     const running = cameras.filter(({ state }) => state === "running").length;
-    showStatus(running === cameras.length ? "ok" : "wait", `${running} of ${cameras.length} cameras running`);
+    const late = cameras.filter(({ overloaded }) => overloaded).length;
+    const text = `${running} of ${cameras.length} cameras running${late ? `, ${late} overloaded` : ""}`;
+    showStatus(running === cameras.length && !late ? "ok" : "wait", text);
   } catch (error) {
     showStatus("bad", "No connection to vlora watch; trying again");
     next = RETRY_MILLISECONDS;
