@@ -104,6 +104,18 @@ def test_the_digest_depends_on_the_content_and_not_on_the_name(
     assert load_adapter("x", folder, model).info.digest != digest
 
 
+def test_weights_that_do_not_fit_are_reported_with_the_base_model_that_the_config_names(
+    folder: Path, model: ModelShape
+) -> None:
+    edit_config(folder, base_model_name_or_path="org/other", r=RANK + 1)
+    with pytest.raises(InvalidArgument, match=r"they must be .* names the base model 'org/other'"):
+        load_adapter("x", folder, model)
+    key = f"{PREFIX}.99.mlp.up_proj.lora_A.weight"
+    edit_tensors(folder, lambda tensors: tensors.update({key: torch.ones(RANK, 8)}))
+    with pytest.raises(InvalidArgument, match=r"its layers are .* names the base model"):
+        load_adapter("x", folder, model)
+
+
 def test_a_copy_of_the_lm_head_is_compared_with_the_one_of_a_gpu(
     folder: Path, model: ModelShape
 ) -> None:

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -241,8 +242,9 @@ def test_a_broken_adapter_is_told_while_the_server_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("log").write_text(LOG)
-    runs = Runs(None)
-    runs.supervise(restart=None)
+    runs = Runs(None, ending=signal.SIGUSR1)  # It ends nothing.
+    sleep = Mock(side_effect=KeyboardInterrupt)
+    Supervisor(ServerOptions(), runs.messages.append, make=runs.make, sleep=sleep).run(Mock())
     assert runs.messages[1] == f"warning: {BROKEN}"
 
 

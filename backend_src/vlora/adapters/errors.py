@@ -51,10 +51,8 @@ class ErrorFactory:
     def unreadable(self, error: Exception) -> AdapterBroken:
         """Return the error for a file that the system does not let this process read."""
         if isinstance(error, PermissionError):
-            advice = (
-                "PEFT saves weights with mode 0600, so the server's user may need `chmod -R a+rX` of"
-                " the folder"
-            )
+            need = "the server's user may need `chmod -R a+rX` of the folder"
+            advice = f"PEFT saves weights with mode 0600, so {need}"
             return self(f"cannot be read: permission denied; {advice}")
         return self(f"cannot be read: {error}")
 
