@@ -18,6 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import psutil
 from PIL import Image
 from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
@@ -42,7 +43,7 @@ COLUMNS = 118
 ERASED = re.compile(r"\r\x1b\[2K(?:\x1b\[1A\x1b\[2K)*")  # What stands between two live tables.
 # Pages do not load the font that the format names.
 FORMAT = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
-CAMERA = "  {}: {{url: synthetic:{}, seconds: 0.1, frames: 2, priority: 1}}\n"
+CAMERA = "  {1}: {{url: synthetic:{0}, seconds: 0.1, frames: 2, priority: 1}}\n"
 CAMERAS = """server: 127.0.0.1:8001
 page: {listen: "127.0.0.1:8090"}
 defaults: {task: video}
@@ -75,7 +76,8 @@ class Terminal:
 
 
 def run(line: str) -> str:
-    (terminal := Terminal(line)).process.wait()
+    terminal = Terminal(line)
+    terminal.process.wait()
     return terminal.text
 
 
@@ -98,8 +100,8 @@ def terminals() -> None:
             shutil.copytree(DEMO / "checkpoint", name)
         Path("no-weights/model-00001-of-00002.safetensors").unlink()
         edit("internvl/config.json", '"llava"', '"internvl_chat"')
-        options = ("--model no-weights", "--model internvl", "--set quantisation=int8")
-        draw("wrong-model", *(run(f"vlora serve {one}") for one in options))
+        faults = ("--model no-weights", "--model internvl", "--set quantisation=int8")
+        draw("wrong-model", *(run(f"vlora serve {one}") for one in faults))
         shutil.copytree(DEMO / "adapters", "adapters")
         server = Terminal("vlora serve --adapters adapters").wait("Press Ctrl-C")
         for name in ("forklifts", "helmets"):
@@ -109,20 +111,21 @@ def terminals() -> None:
         edit("helmets/adapter_config.json", '"r": 16', '"r": 8')
         for name in ("forklifts", "helmets"):
             Path(name).rename(f"adapters/{name}")
-        server.wait("'forklifts'").wait("'helmets'")
+            server.wait(f"'{name}'")
         told = re.sub(r"(?s)\n.*(?=Press Ctrl-C)", "\n…\n", server.text, count=1)
         draw("broken-adapter", told, run("vlora adapters check --adapters adapters"))
-        names = ("belt", "dock", "door", "hall", "lift", "ramp", "roof", "shop")
-        late = "".join(CAMERA.format(name, seed) for seed, name in enumerate(names))
-        Path("cameras.yaml").write_text(CAMERAS + late)
+        late = enumerate(("belt", "dock", "door", "hall", "lift", "ramp", "roof", "shop"))
+        Path("cameras.yaml").write_text(CAMERAS + "".join(CAMERA.format(*one) for one in late))
         watch = Terminal("vlora watch cameras.yaml").wait("overloaded")
         time.sleep(60)
-        metrics = "adapter_broken|requests_expired|watch_(chunks|dropped).*(gate|dock)"
-        urls = "{localhost:8002,localhost:8090}/metrics"
-        draw("metrics", run(f"curl -s {urls} | grep -E '^vlora.({metrics})'"))
+        names = "adapter_broken|requests_expired|watch_(chunks|dropped).*(gate|dock)"
+        draw(
+            "metrics", run(f"curl -s localhost:{{8002,8090}}/metrics | grep -E '^vlora.({names})'")
+        )
         draw("overload", watch.text.partition("\n")[0] + "\n" + ERASED.split(watch.text)[-2])
         for one in (watch, server):
-            one.process.terminate()
+            psutil.Process(one.process.pid).children()[0].terminate()
+            one.process.wait()
 
 
 def main() -> None:

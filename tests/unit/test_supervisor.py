@@ -260,11 +260,15 @@ def test_news_of_adapters_are_told_once_until_they_are_mended(tmp_path: Path) ->
         return news.read()
 
     assert after("") == [], "the start has told what stands before"
-    assert after(mended) == [], "it was not broken"
+    assert after(mended) == ["adapter 'bad one' can be loaded now"], "the start told its reason"
     assert after(LOG + LOG) == [f"warning: {BROKEN}"]
     assert after(LOG + mended[:40]) == []
     assert after(mended[40:]) == ["adapter 'bad one' can be loaded now"]
     assert after(LOG) == [f"warning: {BROKEN}"]
+    assert after(f"I{AT} process.py:49] \"[lmm] adapter 'bad one' was removed\"\n") == []
+    assert after(LOG) == [f"warning: {BROKEN}"]
+    log.write_text("")
+    assert after(LOG + mended) == ["adapter 'bad one' can be loaded now"]
     assert server_log.AdapterNews(Path("-"), 0).read() == []
 
 

@@ -162,11 +162,11 @@ class TritonServer(Addressed):
             status, now = self.poll(), time.monotonic()
             if status is not None:
                 how = f"ended with {processes.ended_with(status)} while starting"
-                raise ServerError(f"the server {how}\n{self._reasons()}")
+                raise ServerError(f"the server {how}\n{self._why_it_did_not_start()}")
             if limit is not None and now - started >= limit:
                 raise ServerError(
                     f"the server was not ready within {limit:g} s (--start-timeout):"
-                    f" {processes.describe_loading(self.pid)}\n{self._reasons()}"
+                    f" {processes.describe_loading(self.pid)}\n{self._why_it_did_not_start()}"
                 )
             if report is not None and now - started >= report_after:
                 loading = processes.describe_loading(self.pid)
@@ -180,7 +180,9 @@ class TritonServer(Addressed):
         # has an unknown field is only logged.
         missing = [name for name in models if self._get(f"/v2/models/{name}/ready") is None]
         if missing:
-            raise ServerError(f"not READY: the models {', '.join(missing)}\n{self._reasons()}")
+            raise ServerError(
+                f"not READY: the models {', '.join(missing)}\n{self._why_it_did_not_start()}"
+            )
         run_folder.starting_file(self._folder, self.options.grpc_port).unlink()
         if not gpu_count():
             server_log.lower_noise(self.log)
@@ -244,8 +246,8 @@ class TritonServer(Addressed):
             return server_log.why_it_did_not_start(server_log.read_end(self.log))
         return server_log.why_it_failed(server_log.read_end(self.log, self._ready_at))
 
-    def _reasons(self) -> str:
-        """Return `explain`, and where the log is if it stays."""
+    def _why_it_did_not_start(self) -> str:
+        """Return `explain`, and where the log is if it is kept."""
         lines = [self.explain()]
         if self.options.keep_log and self.log.is_file():
             lines.append(f"the server's log is {self.log}")

@@ -29,6 +29,7 @@ _INFORMATION = re.compile(r"I\d{4} \d\d:\d\d:")
 _FAILED = re.compile(r".*?failed to load '.*?'( version \d+)?")
 _BROKEN = re.compile(r"^W\d{4} .*?\] \"\[lmm\] (adapter '(.*?)': .*)\"$")
 _MENDED = re.compile(r"^I\d{4} .*?\] \"\[lmm\] (adapter '(.*?)' can be loaded now)\"$")
+_REMOVED = re.compile(r"^I\d{4} .*?\] \"\[lmm\] adapter '(.*?)' was removed\"$")
 # The log names only the first of many adapters (`MAX_LOGGED` in adapters/catalog.py).
 _MORE_BROKEN = re.compile(r"^W\d{4} .*?\] \"\[lmm\] (\d+) more adapters cannot be loaded")
 
@@ -133,17 +134,23 @@ class AdapterNews:
 
         A reason is told once, though the log repeats it while a folder is copied.
         """
-        if not self._path.is_file() or self._path.stat().st_size <= self._start:
-            return []
-        with self._path.open("rb") as file:
-            file.seek(self._start)
-            # The rest, behind the last end of a line, is read with the next call.
-            lines, end, _ = file.read(MAX_BYTES).rpartition(b"\n")
+        try:
+            with self._path.open("rb") as file:
+                if file.seek(0, 2) < self._start:
+                    self._start = 0  # The log was emptied.
+                file.seek(self._start)
+                # What follows the last end of a line is read with the next call.
+                lines, end, _ = file.read(MAX_BYTES).rpartition(b"\n")
+        except OSError:
+            return []  # It is the standard output, or was removed: the server goes on without it.
         self._start += len(lines + end)
         news = []
         for line in lines.decode(errors="replace").splitlines():
-            if (mended := _MENDED.match(line)) and self._reasons.pop(mended[2], None):
+            if mended := _MENDED.match(line):
+                self._reasons.pop(mended[2], None)
                 news.append(mended[1])
+            elif removed := _REMOVED.match(line):
+                self._reasons.pop(removed[1], None)
             elif (broken := _BROKEN.match(line)) and self._reasons.get(broken[2]) != broken[1]:
                 self._reasons[broken[2]] = broken[1]
                 news.append("warning: " + broken[1].replace('\\"', '"'))

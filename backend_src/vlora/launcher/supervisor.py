@@ -108,8 +108,11 @@ class Supervisor:
             announce(server, time.monotonic() - started)
             news = server.adapter_news()
             while (failure := server.failure()) is None:
-                for sentence in news.read()[:MAX_NAMES]:
+                sentences = news.read()
+                for sentence in sentences[:MAX_NAMES]:
                     self._say(sentence)
+                if len(sentences) > MAX_NAMES:
+                    self._say("… (`vlora adapters check` with the same options names all)")
                 self._sleep(WATCH_SECONDS)
             explained = server.explain()
             server.kill()
