@@ -96,11 +96,11 @@ def grpc_options(address: str, tls: Tls | None = None) -> tuple[tuple[str, int |
 
 
 def aio_channel(address: str, tls: Tls | None, options: Sequence[tuple[str, int]] = ()) -> Any:
-    """Return an asynchronous gRPC channel. Other code limits the sizes of its messages."""
+    """Return an asynchronous gRPC channel. Unless `options` do, other code limits its messages."""
     import grpc.aio
 
     sizes = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
-    every = (*sizes, *options, *grpc_options(address, tls))
+    every = (*options, *sizes, *grpc_options(address, tls))  # The first value of a key counts.
     if tls is None:
         return grpc.aio.insecure_channel(address, every)
     return grpc.aio.secure_channel(address, tls.credentials(), every)

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -21,7 +21,7 @@ from vlora.errors import ADAPTER_CHANGED, SHUTTING_DOWN, InvalidArgument, Server
 from vlora.load import figures
 from vlora.load.contents import Content, ContentMaker, TokenCount
 from vlora.load.run import Asking, Measurement, Record, measure_tokens, send
-from vlora.load.targets import Answer, Question, RequestFailed, TritonTarget
+from vlora.load.targets import Answer, OpenAiTarget, Question, RequestFailed, TritonTarget
 from vlora.load.trace import AZURE, TracedRequest, Traffic, adapter_shares
 from vlora.net import Tls, load_grpc_stubs
 
@@ -235,11 +235,26 @@ class Described(service_pb2_grpc.GRPCInferenceServiceServicer):
         self._streams = count()
 
 
+class Hostile(Described):
+    """Answers with one output, of the kind STRING."""
+
+    def __init__(self, output: bytes) -> None:
+        self._output = output
+
+    def ModelStreamInfer(self, requests: Any, context: Any) -> Iterator[Any]:  # noqa: N802
+        message = service_pb2.ModelStreamInferResponse()
+        message.infer_response.outputs.add(name="text_output", datatype="BYTES")
+        message.infer_response.raw_output_contents.append(self._output)
+        yield from (message for _ in requests)
+
+
 @contextmanager
-def described(credentials: grpc.ServerCredentials | None = None) -> Iterator[str]:
+def described(
+    credentials: grpc.ServerCredentials | None = None, servicer: Described | None = None
+) -> Iterator[str]:
     """Yield the address of a server, with TLS if it has credentials."""
     server = grpc.server(ThreadPoolExecutor(2))
-    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(Described(), server)
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer or Described(), server)
     at = "127.0.0.1:0"
     port = server.add_secure_port(at, credentials) if credentials else server.add_insecure_port(at)
     server.start()
@@ -298,6 +313,91 @@ def test_a_stream_that_a_server_has_not_begun_is_sent_again(
 
     with described() as address:
         asyncio.run(ask(address))
+
+
+@pytest.mark.parametrize(
+    ("output", "code"),
+    [(b"\1\0\0\0\xff", "BAD_ANSWER"), (bytes(200_000), "RESOURCE_EXHAUSTED")],
+    ids=["not UTF-8", "too large"],
+)
+def test_an_answer_that_cannot_be_read_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, output: bytes, code: str
+) -> None:
+    monkeypatch.setattr("vlora.load.targets.MAX_ANSWER_BYTES", 100_000)
+
+    async def ask(address: str) -> None:
+        target = TritonTarget(address, "lmm")
+        await target.open()
+        try:
+            with pytest.raises(RequestFailed) as caught:
+                await target.ask(Question(Content("a"), None), Answer())
+            assert caught.value.code == code
+        finally:
+            await target.close()
+
+    with described(servicer=Hostile(output)) as address:
+        asyncio.run(ask(address))
+
+
+OK = b"HTTP/1.1 200 OK\r\n\r\n"
+EVENT = b'data: {"choices": [{"delta": {"content": "%b"}}]}\n'
+HOSTILE = {
+    "an endless line": (OK, b"x" * 4096, "BAD_ANSWER"),
+    "endless lines": (OK, b": a comment\n" * 400, "TIMEOUT"),
+    "an endless text": (OK, EVENT % (b"x" * 4096), "BAD_ANSWER"),
+    "an event of deep lists": (OK + b"data: " + b"[" * 50_000, b"\n", "BAD_ANSWER"),
+    "text as a number of tokens": (
+        OK + b'data: {"usage": {"prompt_tokens": 1, "completion_tokens": "2"}}',
+        b"\n",
+        "BAD_ANSWER",
+    ),
+    "a huge number of tokens": (
+        OK + b'data: {"usage": {"prompt_tokens": 1, "completion_tokens": 1%b}}' % (b"0" * 400),
+        b"\n",
+        "BAD_ANSWER",
+    ),
+    "an endless error": (b"HTTP/1.1 500 Oh\r\n\r\n", b"x" * 4096, "HTTP_500"),
+    "a long code": (
+        OK + b'data: {"error": {"code": "%b"}}' % (b"x" * 4096),
+        b"\n",
+        "ERROR",
+    ),
+    "endless headers": (b"HTTP/1.1 200 OK\r\n", b"name: value\r\n" * 300, "CONNECTION"),
+    "nothing": (b"", b"", "TIMEOUT"),
+}
+
+
+@pytest.mark.parametrize(("start", "repeated", "code"), HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_server_ends_only_its_requests(
+    monkeypatch: pytest.MonkeyPatch, start: bytes, repeated: bytes, code: str
+) -> None:
+    pytest.importorskip("httpcore2", reason="the extra `gateway` is not installed")
+    monkeypatch.setattr("vlora.load.targets.MAX_ANSWER_BYTES", 200_000)
+    trace = [TracedRequest(0.0, -1, 1, 2, 2)] * 2
+    measurement = Measurement.of(trace, ())
+    asking = Asking(timeout=0.5 if code == "TIMEOUT" else 60.0)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with closing(writer), suppress(ConnectionError):
+            writer.write(start)
+            while not writer.is_closing():
+                writer.write(repeated)
+                await writer.drain()
+                await asyncio.sleep(0 if repeated else 0.01)
+
+    async def measure() -> None:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            target = OpenAiTarget(f"http://127.0.0.1:{port}/v1", "base")
+            await target.open()
+            try:
+                await send(target, asking, trace, [Content("good")] * 2, measurement)
+            finally:
+                await target.close()
+
+    asyncio.run(measure())
+    assert [one.error for one in measurement.records] == [code] * 2
+    assert figures.summarize(measurement.records)["errors"] == {code: 2}
 
 
 @pytest.mark.parametrize(

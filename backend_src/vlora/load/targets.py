@@ -6,8 +6,10 @@ import asyncio
 import base64
 import itertools
 import json
+import re
+import struct
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -15,7 +17,14 @@ from urllib.parse import urlsplit
 import grpc
 import grpc.aio
 
-from vlora.errors import ServerError, from_message, in_one_line, is_coded, pause_before_repeat
+from vlora.errors import (
+    ServerError,
+    from_message,
+    in_one_line,
+    is_coded,
+    pause_before_repeat,
+    shown,
+)
 from vlora.load.contents import Content
 from vlora.net import (
     GRPC_ADDRESS,
@@ -33,6 +42,12 @@ service_pb2, service_pb2_grpc = load_grpc_stubs()
 STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
 SETUP_SECONDS = 10.0
 MAX_MESSAGE = 500  # Characters of a server's error that are kept.
+CODE = re.compile(r"[\w.-]{1,64}", re.ASCII)  # Other codes of servers are replaced by ours.
+# Maximum size of an answer's text, of a line of it, and of a message. A server may send anything.
+MAX_ANSWER_BYTES = 16 * 1024 * 1024
+MAX_TOKENS = 2**32  # Maximum number of tokens that a server may say, that of Triton's outputs.
+# Errors of reading an answer that has another form than it should have.
+BROKEN = (ValueError, LookupError, TypeError, AttributeError, RecursionError, struct.error)
 
 # Inputs that ask for outputs, or for answers as they should be measured. Each is sent to a model
 # that has it.
@@ -65,6 +80,12 @@ class Answer:
 
     def arrive(self) -> None:
         self.first = self.first or time.perf_counter()
+
+    def add(self, text: str) -> None:
+        """Append to the text. Raises ValueError if it becomes too long."""
+        self.text += text
+        if len(self.text) > MAX_ANSWER_BYTES:
+            raise ValueError(f"the answer has more than {MAX_ANSWER_BYTES} characters, the limit")
 
 
 @dataclass(frozen=True)
@@ -112,7 +133,8 @@ class TritonTarget:
         self._outputs: list[str] = []
 
     async def open(self) -> None:
-        self._channel = aio_channel(self._address, self._tls)
+        sizes = [("grpc.max_receive_message_length", MAX_ANSWER_BYTES)]
+        self._channel = aio_channel(self._address, self._tls, sizes)
         self._stream = self._channel.stream_stream(
             STREAM,
             request_serializer=service_pb2.ModelInferRequest.SerializeToString,
@@ -127,7 +149,7 @@ class TritonTarget:
         self._inputs = {one.name for one in known.inputs}
         self._outputs = [one.name for one in known.outputs if one.name in OUTPUTS]
         if "text_input" not in self._inputs:
-            have = ", ".join(sorted(self._inputs))
+            have = ", ".join(sorted(self._inputs))[:MAX_MESSAGE]
             raise ServerError(
                 f"model '{self._model}' has no input text_input, but {have}; name one of the vLLM"
                 " backend's inputs with --model, such as lmm, visual_retrieval or vllm_model"
@@ -157,6 +179,8 @@ class TritonTarget:
             text = error.details() or ""
             code = from_message(text).code if is_coded(text) else error.code().name
             raise RequestFailed(code, text) from None
+        except BROKEN as error:
+            raise _broken(self._address, error) from error
 
     async def _ask_retrying(
         self, request: Any, metadata: Any, question: Question, answer: Answer
@@ -195,7 +219,7 @@ class TritonTarget:
         if not outputs:  # Only the mark of the last response.
             return
         tokens = sum(outputs.get("num_output_tokens", ()))
-        answer.text += (text := "".join(outputs.get("text_output", ())))
+        answer.add(text := "".join(outputs.get("text_output", ())))
         has_text = bool(text) or "result" in outputs
         if tokens or has_text:
             answer.arrive()
@@ -253,12 +277,15 @@ class OpenAiTarget:
         headers = [*self._headers, *question.headers]
         try:
             async with self._pool.stream("POST", url, headers=headers, content=body) as response:
+                parts = response.aiter_stream()
                 if response.status != 200:
-                    raise _refusal(response.status, await response.aread())
-                async for event in _events(response.aiter_stream()):
-                    self._read(event, answer)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise RequestFailed("BAD_ANSWER", f"{url}: {in_one_line(error)}") from error
+                    raise _refusal(response.status, await _first_bytes(parts))
+                async for line in _lines(parts):
+                    data = line.removeprefix(b"data:").strip()
+                    if line.startswith(b"data:") and data != b"[DONE]":
+                        self._read(data, answer)
+        except BROKEN as error:
+            raise _broken(url, error) from error
         except self._faults as error:
             reason = f"no OpenAI API answers at {self._url}: {in_one_line(error)}"
             raise RequestFailed("CONNECTION", f"{reason}; name its URL with --openai") from None
@@ -271,10 +298,10 @@ class OpenAiTarget:
             delta = choice.get("delta") or {}
             if delta.get("content") or delta.get("reasoning_content"):
                 answer.arrive()
-                answer.text += delta.get("content") or ""
+                answer.add(delta.get("content") or "")
         if usage := found.get("usage"):
-            answer.prompt_tokens = usage["prompt_tokens"]
-            answer.output_tokens = usage["completion_tokens"]
+            answer.prompt_tokens = _count(usage["prompt_tokens"])
+            answer.output_tokens = _count(usage["completion_tokens"])
 
     def _body(self, question: Question) -> dict[str, Any]:
         content = question.content
@@ -298,28 +325,44 @@ def _base64(file: bytes) -> str:
     return base64.b64encode(file).decode()
 
 
-async def _events(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield the data of each event of a stream."""
-    rest = b""
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < MAX_TOKENS:
+        raise ValueError(f"{shown(value)} is no number of tokens")
+    return value
+
+
+async def _lines(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield the lines of a stream. Raises ValueError for a line that is too long."""
+    rest = bytearray()
     async for part in parts:
-        rest += part
-        *lines, rest = rest.split(b"\n")
-        for data in _data(lines):
-            yield data
+        end, *following = part.split(b"\n")
+        rest += end
+        if len(rest) > MAX_ANSWER_BYTES:
+            raise ValueError(f"a line has more than {MAX_ANSWER_BYTES} bytes, the limit")
+        for line in following:
+            yield bytes(rest)
+            rest = bytearray(line)
 
 
-def _data(lines: list[bytes]) -> Iterator[bytes]:
-    for line in lines:
-        data = line.removeprefix(b"data:").strip()
-        if line.startswith(b"data:") and data != b"[DONE]":
-            yield data
+async def _first_bytes(parts: AsyncIterator[bytes]) -> bytes:
+    """Return the bytes of a body until they are as long as a line may be."""
+    body = bytearray()
+    async for part in parts:
+        body += part
+        if len(body) > MAX_ANSWER_BYTES:
+            break
+    return bytes(body)
+
+
+def _broken(address: str, error: Exception) -> RequestFailed:
+    return RequestFailed("BAD_ANSWER", f"{address}: {in_one_line(error)}")
 
 
 def _refusal(status: int, body: bytes) -> RequestFailed:
     """Return the error of an answer with this HTTP status."""
     try:
         return _failure(f"HTTP_{status}", json.loads(body)["error"])
-    except (ValueError, KeyError, TypeError):
+    except BROKEN:
         return RequestFailed(f"HTTP_{status}", body[:MAX_MESSAGE].decode(errors="replace"))
 
 
@@ -327,4 +370,5 @@ def _failure(code: str, error: Any) -> RequestFailed:
     if isinstance(error, str):
         return RequestFailed(code, error)
     named = error.get("code")
-    return RequestFailed(named if isinstance(named, str) else code, str(error.get("message")))
+    is_code = isinstance(named, str) and CODE.fullmatch(named)
+    return RequestFailed(named if is_code else code, str(error.get("message")))
