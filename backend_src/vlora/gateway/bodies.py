@@ -165,14 +165,19 @@ class Bodies:
         self._max_held = options.max_held_bytes
         self._has_shares = options.keys is not None
         self._held: defaultdict[str, int] = defaultdict(int)
-        # A single thread, so that such bodies together take at most one core.
-        self._parser = ThreadPoolExecutor(1, thread_name_prefix="parser")
+        # One thread for bodies with many values, so that these together take at most one core. Each
+        # takes up to a second, so pictures, which take milliseconds, have a thread of their own.
+        self._parsers = {
+            many: ThreadPoolExecutor(1, thread_name_prefix=name)
+            for many, name in ((True, "parser of values"), (False, "parser"))
+        }
         # Each tenant gives it one body at a time, so that none waits behind all of another's. Keys
         # bound the number of tenants.
         self._turns = defaultdict[str, asyncio.Lock](asyncio.Lock)
 
     def close(self) -> None:
-        self._parser.shutdown(cancel_futures=True)
+        for parser in self._parsers.values():
+            parser.shutdown(cancel_futures=True)
 
     @contextmanager
     def holding(self, tenant: str) -> Iterator[Held]:
@@ -190,8 +195,9 @@ class Bodies:
         many = isinstance(body, bytearray) and body.count(b",") > LONG_COMMAS
         if len(body) <= LONG_BYTES and not many:
             return read(body)
+        parser = self._parsers[many]
         async with self._turns[tenant]:
-            return await asyncio.get_running_loop().run_in_executor(self._parser, read, body)
+            return await asyncio.get_running_loop().run_in_executor(parser, read, body)
 
     async def receive(self, request: Request, held: Held) -> bytearray:
         """Return the body of a request, which must be JSON and not too large. Raises ApiError, or
