@@ -29,6 +29,7 @@ from vlora.tasks import TASKS
 from vlora.vision.results import MAX_WARNINGS
 
 THROUGH_ENCODER = {"image_layout": np.zeros((0, 6), np.int32)}
+CONTEXT = 1024
 DETAILS = json.dumps({"task": "vqa", "adapter": None, "timings": {}})
 
 
@@ -42,7 +43,7 @@ def keys(**values: Any) -> np.ndarray:
 
 
 def prepare_call(call: Call) -> tuple[Request, str]:
-    return prepare(call, "id", None, TEMPLATE)
+    return prepare(call, "id", None, TEMPLATE, CONTEXT)
 
 
 def encoded(*lengths_and_texts: tuple[int, bytes]) -> np.ndarray:
@@ -118,14 +119,14 @@ def test_messages_get_the_adapters_own_task_or_the_chat_template(
     inputs = {"messages": flag(True), **({} if named is None else {"task": strings([named])})}
     info = replace(adapter("a", tasks), default_task=default)
     call = read(text_input=strings([json.dumps({"messages": [turn]})]), **inputs)
-    request, found = prepare(call, "id", info, TEMPLATE)
+    request, found = prepare(call, "id", info, TEMPLATE, CONTEXT)
     assert found == task
     ending = "" if task == "chat" else " Answer:"
     assert request.prompt == f"[USER] a <image> b{ending} [BOT]"
     conversation = {"messages": [turn, {**turn, "role": "assistant"}]}
     several = read(text_input=strings([json.dumps(conversation)]), **inputs)
     with pytest.raises(InvalidArgument, match="no chat template, so a chat must have one message"):
-        prepare(several, "id", info, TEMPLATE)
+        prepare(several, "id", info, TEMPLATE, CONTEXT)
 
 
 def test_parameters_are_sampling_keys_except_those_of_triton() -> None:

@@ -44,9 +44,10 @@ from vlora.serving.codec import prepare
 from vlora.serving.lmm import LONG_PROMPT, MAX_BROKEN, STRUCTURED_THREADS, ServerDescription
 from vlora.serving.lmm_unary import inner_request
 from vlora.serving.tenant_pool import TenantPool
-from vlora.serving.tensors import flag, strings
+from vlora.serving.tensors import Tensors, flag, strings
 from vlora.serving.vision_encoder import features_from
 from vlora.vision.adapters import VisionPart
+from vlora.vision.chat_template import Chat
 from vlora.vision.prompts import render
 
 
@@ -246,18 +247,38 @@ def test_a_tenant_leaves_threads_for_structures_to_others(lmm: LmmSetting) -> No
     until(lambda: len(lmm.engine.requests) == STRUCTURED_THREADS + 5)
 
 
+@pytest.mark.parametrize("said", [{"messages": flag(True)}, {"task": strings(["chat"])}])
 def test_a_conversation_of_more_messages_than_the_context_holds_is_not_rendered(
-    lmm: LmmSetting,
+    lmm: LmmSetting, said: Tensors
 ) -> None:
     lmm.table._max_bytes = math.inf
     message = {"role": "user", "content": ""}
     # The template of this test refuses the shorter conversation itself.
-    for count, reason in ((1024, "has no chat template"), (1025, "holds 1024 tokens")):
+    for count, reason in ((1024, "has no chat template"), (1025, "it has 1025 messages; the")):
         text = json.dumps({"messages": [message] * count})
-        sent = lmm.ask(text_input=strings([text]), messages=flag(True))
+        sent = lmm.ask(text_input=strings([text]), **said)
         assert sent.done.wait(30)
         assert isinstance(sent.failure, InvalidArgument)
         assert reason in sent.failure.message
+
+
+def test_a_long_conversation_is_read_on_another_thread(
+    lmm: LmmSetting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, parse = [], Chat.parse
+
+    def note_thread(*given: Any) -> Chat:
+        threads.append(threading.current_thread().name)
+        return parse(*given)
+
+    monkeypatch.setattr(Chat, "parse", note_thread)
+    lmm.table._max_bytes = math.inf
+    for length in (1, LONG_PROMPT):
+        text = json.dumps({"messages": [{"role": "user", "content": "x" * length}]})
+        lmm.ask(text_input=strings([text]), messages=flag(True))
+    until(lambda: len(lmm.engine.requests) == 2)
+    assert threads[0] == threading.current_thread().name
+    assert threads[1].startswith("encode")
 
 
 def test_one_long_prompt_is_rendered_at_a_time(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import logging
 import sys
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from types import ModuleType, SimpleNamespace
@@ -161,6 +163,24 @@ def test_a_request_that_cannot_be_read_is_rejected_and_the_other_one_is_handled(
     assert handled == ["good"]
     assert bad.finals == 1
     assert bad.sent[0][0].error.message.startswith("INVALID_ARG: ")
+
+
+def test_frozen_objects_are_collected_only_when_a_model_is_released(process: ModuleType) -> None:
+    cycle = ModuleType("cycle")
+    cycle.itself = cycle  # type: ignore[attr-defined]
+    found = weakref.ref(cycle)
+    triton_process = process.TritonProcess
+    ends = {"lifeline": SimpleNamespace(close=int), "close_metrics": int}
+    given = SimpleNamespace(calls=set(), _registries=[], **ends)
+    try:
+        triton_process.freeze()
+        del cycle
+        gc.collect()
+        assert found() is not None
+        triton_process.release(given, SimpleNamespace())
+        assert found() is None
+    finally:
+        gc.unfreeze()
 
 
 def test_a_batch_that_another_requests_strings_have_failed_is_encoded_again(

@@ -81,14 +81,14 @@ class Call:
     stream: whether every new piece of text is sent as a response of its own.
     prepend_input: whether the text begins with the prompt.
     outputs: names of the outputs that each response has in addition to the text.
-    chat: the conversation in `text`, if the request says that it is one.
+    is_chat: whether the request says that `text` is JSON of a conversation.
     images: image features; None without images, or until `raw_images` are encoded.
     metadata: content of the input `metadata`, which the answer returns.
     ensemble: whether the request came through an ensemble.
     """
 
     text: str
-    chat: Chat | None
+    is_chat: bool
     task: str | None
     sampling: Mapping[str, Any]
     stream: bool
@@ -146,7 +146,7 @@ def read_call(
     returned = {name for name in RETURNED if inputs.flag(f"return_{name}")}
     return Call(
         text=text,
-        chat=Chat.parse(text) if inputs.flag("messages") else None,
+        is_chat=bool(inputs.flag("messages")),
         task=inputs.text("task") or None,
         sampling=sampling,
         stream=stream,
@@ -270,14 +270,18 @@ def _is_video(value: Any) -> bool:
 
 
 def prepare(
-    call: Call, request_id: str, info: AdapterInfo | None, template: ChatTemplate
+    call: Call, request_id: str, info: AdapterInfo | None, template: ChatTemplate, context: int
 ) -> tuple[Request, str]:
     """Return the request for the engine, and its task. Raises InvalidArgument or Unsupported.
 
     info: description of the adapter that the request uses; None for the base model.
+    context: maximum number of tokens of a prompt and its answer.
     """
-    task = _task_of(call, info)
-    prompt = render(task, call.chat or call.text, *call.counts, template, call.videos)
+    chat = Chat.parse(call.text, context) if call.is_chat else None
+    task = _task_of(call, chat, info)
+    if task == CHAT_TASK and chat is None:
+        chat = Chat.parse(call.text, context)
+    prompt = render(task, chat or call.text, *call.counts, template, call.videos)
     defaults = SamplingParams()
     if call.ensemble:
         defaults = SamplingParams(temperature=0.0, max_tokens=TASKS[task].max_tokens)
@@ -314,13 +318,13 @@ def is_structured(call: Call) -> bool:
     return any(call.sampling.get(key) is not None for key in STRUCTURE_KEYS)
 
 
-def _task_of(call: Call, info: AdapterInfo | None) -> str:
+def _task_of(call: Call, chat: Chat | None, info: AdapterInfo | None) -> str:
     """Return the task that the request names, else the adapter's, else the default."""
     if call.task is not None and call.task != AUTO_TASK:
         return call.task
-    if call.chat is not None:
+    if chat is not None:
         # A task's template takes one message.
-        own = None if info is None or len(call.chat.messages) > 1 else info.own_task
+        own = None if info is None or len(chat.messages) > 1 else info.own_task
         return own or CHAT_TASK
     if call.task is None and not call.ensemble:
         return "raw"

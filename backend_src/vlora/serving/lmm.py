@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vlora.config import Limits
-from vlora.errors import Cancelled, InvalidArgument
+from vlora.errors import Cancelled
 from vlora.request import ImageFeatures, Output
 from vlora.sampling import ADAPTER_KEY, MEDIA_KEYS
 from vlora.serving.answer_writer import AnswerWriter
@@ -114,7 +114,6 @@ class LmmService(Service):
         self._engine.admit(request, bytes_of(tensors))
         call = read_call(tensors, parameters, self._limits, self._stamps.read(tensors))
         self._engine.share(request, call.freshness.cache_salt)
-        self._check_messages(call)
         if call.raw_images or len(call.text) > LONG_PROMPT or is_structured(call):
             pool, work = self._pool, partial(self._encode_then_submit, request, call)
             if is_structured(call):
@@ -122,15 +121,6 @@ class LmmService(Service):
             self._wait_for(pool, request, call.freshness, work)
         else:
             self._submit(request, call)
-
-    def _check_messages(self, call: Call) -> None:
-        """Raise InvalidArgument for a conversation of which rendering takes long for nothing."""
-        messages = 0 if call.chat is None else len(call.chat.messages)
-        if messages > (context := self._engine.max_model_len):
-            raise InvalidArgument(
-                f"the conversation has {messages} messages; the context holds {context} tokens, and"
-                " each message takes at least one"
-            )
 
     def _encode_then_submit(self, request: ServedRequest, call: Call) -> None:
         size = request.size
@@ -160,10 +150,11 @@ class LmmService(Service):
         if self._routes and names_no_adapter(call):
             name = self._engine.adapters.route(call.task or DEFAULT_TASK, call.text)
         info = None if name is None else self._engine.adapters.info(name)
-        # A template of Jinja is run by Python: several at a time would leave the engine's thread a
-        # small share of the GIL.
+        # Python reads the JSON of a chat and runs the template: several at a time would leave the
+        # engine's thread a small share of the GIL.
         with self._rendering if len(call.text) > LONG_PROMPT else nullcontext():
-            prepared, task = prepare(call, request.id, info, self._template)
+            context = self._engine.max_model_len
+            prepared, task = prepare(call, request.id, info, self._template, context)
         writer = AnswerWriter(call, task, prepared.sampling.stream_interval_ms / 1e3)
         self._engine.submit(prepared, partial(self._answer, request, writer, self._observe(name)))
 

@@ -8,6 +8,7 @@ whose template knows no images) is replaced by a stand-in before the template ru
 from __future__ import annotations
 
 import json
+import math
 import re
 import secrets
 from collections import deque
@@ -17,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vlora.errors import InvalidArgument, shown
+from vlora.errors import InvalidArgument, prompt_too_long, shown
 from vlora.request import Clip, PromptText
 from vlora.strict_json import load_object
 
@@ -101,8 +102,11 @@ class Chat:
     continue_final_message: bool = False
 
     @classmethod
-    def parse(cls, text: str) -> Chat:
-        """Return the conversation in JSON. Raises InvalidArgument."""
+    def parse(cls, text: str, context: float = math.inf) -> Chat:
+        """Return the conversation in JSON. Raises InvalidArgument.
+
+        context: tokens of the context. Each message takes at least one.
+        """
         what = "the text of task 'chat'"
         given = load_object(text, what)
         for name in given:
@@ -110,6 +114,8 @@ class Chat:
                 known = ", ".join(CHAT_KEYS)
                 raise InvalidArgument(f"{what} has the unknown key {shown(name)}; known: {known}")
         messages = given.get("messages")
+        if isinstance(messages, list) and len(messages) > context:
+            raise prompt_too_long(len(messages), context, "messages", int(context))
         if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
             raise InvalidArgument(
                 f"{what} must be an object whose 'messages' is a list of objects with the string"

@@ -71,6 +71,7 @@ class TritonPythonModel:
         )
         lifeline = self._process.lifeline
         lifeline.on_drain(lambda seconds: self._loop.shutdown(seconds, lifeline.hands_over))
+        self._process.freeze()
 
     def execute(self, requests: list[Any]) -> None:
         # Before, there is nothing to cancel, and Triton can crash if a model that it is still

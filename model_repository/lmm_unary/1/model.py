@@ -33,6 +33,7 @@ class TritonPythonModel:
             max_requests=options.max_num_seqs + options.max_num_waiting,
             max_running=options.max_num_seqs,
         )
+        self._process.freeze()
 
     def execute(self, requests: list[Any]) -> None:
         self._process.hand_over(requests, self._service)

@@ -17,6 +17,7 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         self._process = TritonProcess(args)
         self._pixels_per_patch = pixels_per_patch(self._process.options.model)
+        self._process.freeze()
 
     def execute(self, requests: list[Any]) -> list[Any]:
         return [self._process.response(self._result(request)) for request in requests]

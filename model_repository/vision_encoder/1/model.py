@@ -92,6 +92,7 @@ class TritonPythonModel:
             log.info("the checkpoint is text-only: requests with images are refused")
         else:
             log.info("image features have a width of %d", encoder.hidden)
+        self._process.freeze()
 
     def execute(self, requests: list[Any]) -> list[None]:
         if self._process.lifeline.draining:
