@@ -20,8 +20,9 @@ from uvicorn.server import ServerState
 
 from tests.support.polling import until
 from vlora.errors import ServerError
+from vlora.gateway import app as gateway_app
 from vlora.gateway import bodies, door
-from vlora.gateway.app import Disconnected, _Events, connected, make_app
+from vlora.gateway.app import Disconnected, Gateway, _Events, connected, make_app
 from vlora.gateway.door import (
     AccessLog,
     Door,
@@ -591,3 +592,24 @@ def test_an_offer_of_another_protocol_is_ignored(cut: int) -> None:
     many = talk(sending((START + offer + b"\r\n") * (MAX_WAITING + 2)))
     assert message_of(many) == "more than 16 requests wait on this connection, the limit"
     assert "CONNECT" in message_of(talk(sending(b"CONNECT /x HTTP/1.1\r\n\r\n")))
+
+
+def test_scrapes_read_the_servers_metrics_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+
+    def get(url: str, *_: object) -> bytes:
+        read.append(url)
+        return b"of_the_server 1\n"
+
+    async def scrape(url: str) -> None:
+        gateway = Gateway(GatewayOptions(metrics_url=url), lambda error: None)
+        pages = await asyncio.gather(*(gateway.metrics_page() for _ in range(50)))
+        assert all(bytes(page.body).endswith(b"\nof_the_server 1\n") for page in pages)
+        assert read == [url]
+        monkeypatch.setattr(gateway_app, "METRICS_AGE_SECONDS", -1.0)
+        await gateway.metrics_page()
+        assert read == [url] * 2
+
+    monkeypatch.setattr(gateway_app, "get", get)
+    monkeypatch.setattr(gateway_app, "METRICS_AGE_SECONDS", 60.0)
+    asyncio.run(scrape("http://127.0.0.1:8002/metrics"))

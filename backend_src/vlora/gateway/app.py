@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import math
 import sys
 import time
 from collections.abc import (
@@ -89,6 +90,9 @@ PAGE = Path(__file__).parent / "static"
 EXAMPLES = paths.root() / "tools" / "demo" / "samples"  # Images of the demo, for the gallery.
 
 METRICS_SECONDS = 5.0  # Time limit in seconds for reading the server's metrics.
+# Seconds for which they are kept. A server refreshes its own once a second, and reading those of 64
+# adapters takes the gateway 1 ms.
+METRICS_AGE_SECONDS = 1.0
 
 EVENT_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -120,6 +124,9 @@ class Gateway:
         # The server's last description, the entries made of it, and those of the last list.
         self._described: tuple[Mapping[str, Any], Mapping[str, bytes]] = {}, {}
         self._listed: tuple[Mapping[str, bytes], bytes] = {}, b""
+        # Time and result of the last reading of the server's metrics.
+        self._server_metrics = -math.inf, b""
+        self._reading_metrics = asyncio.Lock()
 
     @asynccontextmanager
     async def running(self, app: FastAPI) -> AsyncIterator[None]:
@@ -174,12 +181,24 @@ class Gateway:
 
     async def metrics_page(self) -> Response:
         """Return the gateway's metrics, followed by the server's."""
-        page, url = self.metrics.text(), self.options.metrics_url
-        if url is not None:
-            direct = is_local(url.partition("://")[2].partition("/")[0].rpartition(":")[0])
-            with suppress(OSError):
-                page += await asyncio.to_thread(get, url, METRICS_SECONDS, direct)
+        url = self.options.metrics_url
+        servers = b"" if url is None else await self._read_server_metrics(url)
+        page = self.metrics.text() + servers
         return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _read_server_metrics(self, url: str) -> bytes:
+        """Return the server's metrics, b"" if it does not answer. Calls at the same time share one
+        reading.
+        """
+        async with self._reading_metrics:
+            now = asyncio.get_running_loop().time
+            if now() > self._server_metrics[0] + METRICS_AGE_SECONDS:
+                page = b""
+                direct = is_local(url.partition("://")[2].partition("/")[0].rpartition(":")[0])
+                with suppress(OSError):
+                    page = await asyncio.to_thread(get, url, METRICS_SECONDS, direct)
+                self._server_metrics = now(), page
+            return self._server_metrics[1]
 
     async def _entries(self) -> Mapping[str, bytes]:
         """Return the JSON of each model by name; the same object until a model changes."""
