@@ -13,7 +13,7 @@ import struct
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import islice
@@ -209,9 +209,10 @@ class FolderWatch:
     """Thread that scans the adapters' folders repeatedly, from `start` until it is closed.
 
     find: returns the present folders by name.
-    changed: called when a folder was added or removed, or has changed and then settled for
-        SETTLED_SECONDS. Its argument has the folder and the stamp of every present name. A changing
-        folder keeps the stamp that was last reported, and is missing if there is none.
+    changed: called when a folder was added, was missing in two scans, or has changed and then
+        settled for SETTLED_SECONDS. Its argument has the folder and the stamp of every present
+        name. A changing folder keeps the stamp that was last reported, and is missing if there is
+        none.
     retry: called after each scan, to retry folders that could not be read.
     """
 
@@ -227,6 +228,7 @@ class FolderWatch:
     _settled: list[Stamp | None] = field(default_factory=list)
     # Stamp at the last scan of each name without a stamp above, and when it was first seen.
     _seen: dict[str, tuple[Stamp, float]] = field(default_factory=dict)
+    _missing: Set[str] = frozenset()  # Reported names that the last scan did not find.
     _next: int = 0  # Index of the folder from which the next scan goes on.
     _closed: threading.Event = field(default_factory=threading.Event)
     _pause: float = field(default_factory=lambda: LOOK_SECONDS)
@@ -269,10 +271,12 @@ class FolderWatch:
             folders = self.find()
         except InvalidArgument:
             return  # The root cannot be read. Known adapters stay available.
-        gone: Collection[str] = ()
+        missing = self._missing & self._reported.keys()
         if folders is not self._folders:
             self._take(folders)
-            gone = self._reported.keys() - folders.keys()
+            missing = self._reported.keys() - folders.keys()
+        # A scan may fall between the two renames that exchange a folder.
+        gone, self._missing = missing & self._missing, missing
         due = self._due()
         seen, self._seen = self._seen, {}
         changes = {}

@@ -73,7 +73,7 @@ def test_a_watch_reports_settled_folders_once(root: Path) -> None:
     watched.look(9.0)
     assert len(watched.reported) == count
     shutil.rmtree(root / "a2")
-    watched.look(10.0)
+    watched.look(10.0, 11.0)
     assert "a2" not in watched.reported[-1]
 
 
@@ -100,7 +100,7 @@ def test_beyond_a_number_of_folders_the_changed_ones_take_turns_and_new_ones_do_
     watched.look(*map(float, range(20, 20 + 2 * scans)))
     assert len(watched.reported) == count
     shutil.rmtree(root / "a0")
-    watched.look(40.0)
+    watched.look(40.0, 41.0)
     assert "a0" not in watched.reported[-1]
 
 
@@ -199,7 +199,8 @@ def test_of_many_broken_folders_the_log_names_the_first_and_a_new_one_is_read_al
     assert "new" in store.names()
     for folder in root.glob("b*"):
         shutil.rmtree(folder)
-    watch.look(9.0)
+    for second in (9.0, 10.0):
+        watch.look(second)
     assert len(caplog.messages[3:]) == 3
     assert caplog.messages[-1] == "48 more adapters were removed"
 
@@ -299,11 +300,22 @@ def test_the_removal_of_the_last_folder_is_reported(root: Path) -> None:
     watched.look(0.0, 1.0)
     assert not watched.reported
     shutil.rmtree(root / "a0")
-    watched.look(2.0)
+    watched.look(2.0, 2.5, 2.6)
     assert watched.reported == [{}]
     write_adapter(root / "a0", 1)
     watched.look(3.0, 3.0 + catalog.SETTLED_SECONDS)
     assert list(watched.reported[-1]) == ["a0"]
+
+
+def test_a_folder_that_is_exchanged_by_two_renames_is_not_reported_as_removed(root: Path) -> None:
+    watched = Watched(root)
+    write_adapter(root.parent / "new", 50)
+    (root / "a0").rename(root.parent / "old")
+    watched.look(0.0)
+    (root.parent / "new").rename(root / "a0")
+    watched.look(1.0, 1.0 + catalog.SETTLED_SECONDS)
+    assert len(watched.reported) == 1
+    assert watched.changed == ["a0"]
 
 
 def test_a_scan_that_cannot_read_the_folders_reports_no_change(root: Path) -> None:
