@@ -48,8 +48,7 @@ void multiply_dynamic(const Product& p, int threads) {
   x.offsets = reinterpret_cast<int32_t*>(x.units + p.rows * x.groups);
   pack_parts(p.rows, x.tiles, threads,
              [&](int64_t from, int64_t until) { kernels.pack(p, x, from, until); });
-  in_pieces(threads, ceil_div(p.w.n, kDynamicPanel),
-            panels_of_piece(p.w, threads, kMaxPanelsTogether),
+  in_pieces(threads, ceil_div(p.w.n, kDynamicPanel), panels_of_piece(p.w, threads),
             [&](int64_t from, int64_t to) { kernels.run(p, x, from, to); });
 }
 

@@ -21,8 +21,6 @@ constexpr int64_t kDynamicGroup = 64;
 // Outputs in a panel of W. A panel has the first 4 values of each of its rows, then the next 4 of
 // each, and so on. Rows that fill no panel follow in order.
 constexpr int64_t kDynamicPanel = kTilePanelRows;
-// Maximum number of panels that a kernel multiplies together.
-constexpr int64_t kMaxPanelsTogether = 4;
 
 // Packed x. A tile has a line of each of its rows for the first block of depth, then for the next.
 struct DynamicRows {

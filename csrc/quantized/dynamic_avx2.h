@@ -12,11 +12,8 @@ namespace vlora::quantized::VLORA_ISA {
 
 using namespace vlora::runtime::VLORA_ISA;
 
-constexpr int64_t kPrefetchedBytes = 1024;
-
 struct Bytes {
-  static constexpr int kTileRows = 4, kPanels = 1;
-  static constexpr int kFewRows = 1, kPanelsOfFewRows = 1;
+  static constexpr int kTileRows = 4;
   // A line has values 0 and 2 of four, then 1 and 3, as 16 bits.
   static constexpr int64_t kLineBytes = 2 * kBlock;
   static constexpr bool kAddsOffsets = false;
@@ -51,9 +48,10 @@ struct Bytes {
     return weights;
   }
   static VLORA_INLINE Quad quad(const char* x) {
-    int32_t pairs[2];
-    std::memcpy(pairs, x, sizeof pairs);
-    return {_mm256_set1_epi32(pairs[0]), _mm256_set1_epi32(pairs[1])};
+    // GCC 12 would load two integers as one and divide it.
+    const auto* const pairs = reinterpret_cast<const float*>(x);
+    return {_mm256_castps_si256(_mm256_broadcast_ss(pairs)),
+            _mm256_castps_si256(_mm256_broadcast_ss(pairs + 1))};
   }
   static VLORA_INLINE void add(Sums& sums, const Weights& weights, const Quad& four) {
 #pragma GCC unroll 2

@@ -11,13 +11,9 @@ namespace vlora::quantized::VLORA_ISA {
 
 using namespace vlora::runtime::VLORA_ISA;
 
-constexpr int64_t kPrefetchedBytes = 1024;
-
 struct Bytes {
-  // The sums of 12 rows and two panels, and two registers of W, leave room for one of x.
-  static constexpr int kTileRows = 12, kPanels = 2;
-  // Memory is read fastest in four streams.
-  static constexpr int kFewRows = 4, kPanelsOfFewRows = 4;
+  // The sums of a group and of all groups fit in registers, with one of W and one of x.
+  static constexpr int kTileRows = 12;
   static constexpr int64_t kLineBytes = kBlock;
   static constexpr bool kAddsOffsets = true;
   using Weights = __m512i;

@@ -15,8 +15,7 @@ void multiply_dynamic_int4(const Product& p, int threads) {
   x.packed = reinterpret_cast<char*>(scratch.get(p.rows * x.row_bytes() / 4));
   pack_parts(p.rows, x.tiles, threads,
              [&](int64_t from, int64_t until) { kernels.pack(p, x, from, until); });
-  in_pieces(threads, ceil_div(p.w.n, kDynamicPanel),
-            panels_of_piece(p.w, threads, kMaxPanelsTogether),
+  in_pieces(threads, ceil_div(p.w.n, kDynamicPanel), panels_of_piece(p.w, threads),
             [&](int64_t from, int64_t to) { kernels.run(p, x, from, to); });
 }
 

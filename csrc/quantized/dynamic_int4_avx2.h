@@ -14,8 +14,7 @@ constexpr int64_t kPrefetchedBytes = 1024;
 static_assert(kMinGroup / 4 * 2 * 15 * 127 <= INT16_MAX);
 
 struct Int4Bytes {
-  static constexpr int kTileRows = 4, kPanels = 1;
-  static constexpr int kFewRows = 1, kPanelsOfFewRows = 1;
+  static constexpr int kTileRows = 4;
   using Quad = __m256i;
   struct Sums {
     __m256i of[2];  // of 8 outputs each, in 32 bits

@@ -10,10 +10,8 @@ namespace vlora::quantized::VLORA_ISA {
 constexpr int64_t kPrefetchedBytes = 1024;
 
 struct Int4Bytes {
-  // The sums of 12 rows and two panels, and four registers of W, leave room for one of x.
-  static constexpr int kTileRows = 12, kPanels = 2;
-  // Memory is read fastest in four streams.
-  static constexpr int kFewRows = 4, kPanelsOfFewRows = 4;
+  // The sums of a group and of all groups fit in registers, with two of W and one of x.
+  static constexpr int kTileRows = 12;
   using Sums = __m512i;
   using Part = __m512i;
   using Quad = __m512i;

@@ -36,125 +36,91 @@ void pack_int4_rows(const Product& p, const Int4Rows& x, int64_t from, int64_t u
   }
 }
 
-// Multiplies panels [panel, panel + P) with a tile of T rows.
-template <int kGroup, int P, int T>
+// Multiplies a panel with a tile of T rows.
+template <int kGroup, int T>
 void multiply_int4_tile(const Product& p, int64_t panel, const char* x, int64_t row) {
-  const int64_t panel_bytes = kDynamicPanel * p.w.row_bytes(),
-                panel_groups = kDynamicPanel * p.w.groups();
-  const uint8_t* w = p.w.values + panel * panel_bytes;
+  const uint8_t* w = p.w.values + panel * kDynamicPanel * p.w.row_bytes();
   const int64_t groups = p.w.blocks() * (kBlock / kGroup);
-  V totals[P][T];
-#pragma GCC unroll 4
-  for (int i = 0; i < P; ++i)
+  V totals[T];
 #pragma GCC unroll 16
-    for (int t = 0; t < T; ++t) totals[i][t] = V::zero();
+  for (int t = 0; t < T; ++t) totals[t] = V::zero();
   for (int64_t group = 0; group < groups; ++group) {
-    Int4Bytes::Sums sums[P][T];
-#pragma GCC unroll 4
-    for (int i = 0; i < P; ++i)
+    Int4Bytes::Sums sums[T];
 #pragma GCC unroll 16
-      for (int t = 0; t < T; ++t) sums[i][t] = Int4Bytes::zero();
-    // After its last group, a panel is followed by the one after all P.
-    const int64_t ahead = kPrefetchedBytes + (group + 1 < groups ? 0 : (P - 1) * panel_bytes);
+    for (int t = 0; t < T; ++t) sums[t] = Int4Bytes::zero();
 #pragma GCC unroll 2
     for (int k = 0; k < kGroup; k += int(kMinGroup)) {
-      Int4Bytes::Part parts[P][T];
-#pragma GCC unroll 4
-      for (int i = 0; i < P; ++i)
+      Int4Bytes::Part parts[T];
 #pragma GCC unroll 16
-        for (int t = 0; t < T; ++t) parts[i][t] = Int4Bytes::begin(sums[i][t]);
+      for (int t = 0; t < T; ++t) parts[t] = Int4Bytes::begin(sums[t]);
 #pragma GCC unroll 4
       for (int line = 0; line < int(kMinGroup) / kLineValues; ++line, w += kLineBytes) {
-        Int4Bytes::Line lines[P];
-#pragma GCC unroll 4
-        for (int i = 0; i < P; ++i) {
-          __builtin_prefetch(w + i * panel_bytes + ahead, 0, 3);
-          lines[i] = Int4Bytes::load(w + i * panel_bytes);
-        }
+        __builtin_prefetch(w + kPrefetchedBytes, 0, 3);
+        const Int4Bytes::Line values = Int4Bytes::load(w);
 #pragma GCC unroll 2
-        for (int half = 0; half < 2; ++half) {
+        for (int half = 0; half < 2; ++half)
 #pragma GCC unroll 16
-          for (int t = 0; t < T; ++t) {
-            const auto four = Int4Bytes::quad(x + t * kGroup + half * kLineValues / 2);
-#pragma GCC unroll 4
-            for (int i = 0; i < P; ++i) Int4Bytes::add(parts[i][t], lines[i], half, four);
-          }
-        }
+          for (int t = 0; t < T; ++t)
+            Int4Bytes::add(parts[t], values, half,
+                           Int4Bytes::quad(x + t * kGroup + half * kLineValues / 2));
         x += kLineValues;
       }
-#pragma GCC unroll 4
-      for (int i = 0; i < P; ++i)
 #pragma GCC unroll 16
-        for (int t = 0; t < T; ++t) Int4Bytes::end(sums[i][t], parts[i][t]);
+      for (int t = 0; t < T; ++t) Int4Bytes::end(sums[t], parts[t]);
     }
     x += (T - 1) * kGroup;
     const auto* const rows = reinterpret_cast<const GroupScale*>(x);
     x += T * sizeof(GroupScale);
     const int64_t index =
-        panel * panel_groups + (group * kGroup >> p.w.group_shift) * kDynamicPanel;
+        (panel * p.w.groups() + (group * kGroup >> p.w.group_shift)) * kDynamicPanel;
+    const V scale = V::load(p.w.scales + index);
+    V zero;
 #pragma GCC unroll 4
-    for (int i = 0; i < P; ++i) {
-      const V scale = V::load(p.w.scales + index + i * panel_groups);
-      V zero;
+    for (int j = 0; j < V::kRegisters; ++j) {
+      zero.r[j] = R::all(kMiddle);
+      if (p.w.zeros)
+        zero.r[j].add_product(load_bytes(p.w.zeros + index + j * R::kWidth), R::all(kZeroStep));
+    }
+#pragma GCC unroll 16
+    for (int t = 0; t < T; ++t) {
+      V sum = Int4Bytes::to_floats(sums[t]);
 #pragma GCC unroll 4
       for (int j = 0; j < V::kRegisters; ++j) {
-        zero.r[j] = R::all(kMiddle);
-        if (p.w.zeros)
-          zero.r[j].add_product(load_bytes(p.w.zeros + index + i * panel_groups + j * R::kWidth),
-                                R::all(kZeroStep));
-      }
-#pragma GCC unroll 16
-      for (int t = 0; t < T; ++t) {
-        V sum = Int4Bytes::to_floats(sums[i][t]);
-#pragma GCC unroll 4
-        for (int j = 0; j < V::kRegisters; ++j) {
-          // Exact, so whether it is fused makes no difference.
-          sum.r[j].add_product(zero.r[j], R::all(rows[t].negated));
-          totals[i][t].r[j] = totals[i][t].r[j] + sum.r[j] * R::all(rows[t].unit) * scale.r[j];
-        }
+        // Exact, so whether it is fused makes no difference.
+        sum.r[j].add_product(zero.r[j], R::all(rows[t].negated));
+        totals[t].r[j] = totals[t].r[j] + sum.r[j] * R::all(rows[t].unit) * scale.r[j];
       }
     }
   }
-#pragma GCC unroll 4
-  for (int i = 0; i < P; ++i) {
-    const int64_t n = (panel + i) * kDynamicPanel;
-    const V bias = p.bias ? V::load(p.bias + n) : V::zero();
+  const int64_t n = panel * kDynamicPanel;
+  const V bias = p.bias ? V::load(p.bias + n) : V::zero();
 #pragma GCC unroll 16
-    for (int t = 0; t < T; ++t) {
-      V result = bias;
-      result.add(totals[i][t]);
-      result.store(p.y + (row + t) * p.y_stride + n);
-    }
+  for (int t = 0; t < T; ++t) {
+    V result = bias;
+    result.add(totals[t]);
+    result.store(p.y + (row + t) * p.y_stride + n);
   }
 }
 
 using Int4Tile = void (*)(const Product&, int64_t panel, const char* x, int64_t row);
 
-// The kernels for P panels and 1, 2 and so on rows of x.
-template <int kGroup, int P, int... T>
+// The kernels for 1, 2 and so on rows of x.
+template <int kGroup, int... T>
 VLORA_INLINE auto int4_tiles_of(std::integer_sequence<int, T...>) {
-  static constexpr Int4Tile kTiles[] = {multiply_int4_tile<kGroup, P, T + 1>...};
+  static constexpr Int4Tile kTiles[] = {multiply_int4_tile<kGroup, T + 1>...};
   return kTiles;
 }
 
 // Multiplies panels [from, to) of a matrix whose rows fill panels.
 template <int kGroup>
 void multiply_int4_panels(const Product& p, const Int4Rows& x, int64_t from, int64_t to) {
-  using Rows = std::make_integer_sequence<int, Int4Bytes::kTileRows>;
-  using FewRows = std::make_integer_sequence<int, Int4Bytes::kFewRows>;
-  const bool few = p.rows <= Int4Bytes::kFewRows;
-  const Int4Tile *const one = int4_tiles_of<kGroup, 1>(Rows()),
-                        *const all =
-                            few ? int4_tiles_of<kGroup, Int4Bytes::kPanelsOfFewRows>(FewRows())
-                                : int4_tiles_of<kGroup, Int4Bytes::kPanels>(Rows());
-  const int64_t together = few ? Int4Bytes::kPanelsOfFewRows : Int4Bytes::kPanels;
-  for (int64_t panel = from, panels; panel < to; panel += panels) {
-    panels = to - panel < together ? 1 : together;
+  const Int4Tile* const tiles =
+      int4_tiles_of<kGroup>(std::make_integer_sequence<int, Int4Bytes::kTileRows>());
+  for (int64_t panel = from; panel < to; ++panel)
     for (int64_t tile = 0; tile < x.tiles; ++tile) {
       const int64_t row = p.rows * tile / x.tiles, rows = p.rows * (tile + 1) / x.tiles - row;
-      (panels == together ? all : one)[rows - 1](p, panel, x.packed + row * x.row_bytes(), row);
+      tiles[rows - 1](p, panel, x.packed + row * x.row_bytes(), row);
     }
-  }
 }
 
 // Multiplies the rows of W that fill no panel, from `first` on, as a panel with missing rows.

@@ -9,8 +9,7 @@ namespace vlora::quantized::VLORA_ISA {
 constexpr int64_t kPrefetchedBytes = 0;
 
 struct Int4Bytes {
-  static constexpr int kTileRows = 4, kPanels = 1;
-  static constexpr int kFewRows = 1, kPanelsOfFewRows = 1;
+  static constexpr int kTileRows = 4;
   using Line = const uint8_t*;
   using Quad = const int8_t*;
   struct Sums {

@@ -14,10 +14,9 @@
 
 namespace vlora::quantized::VLORA_ISA {
 
-// A product of up to kPanels panels of W with one tile of rows of x.
+// A product of a panel of W with one tile of rows of x.
 struct DynamicTile {
-  const uint8_t* w;       // the first panel
-  ptrdiff_t panel_bytes;  // between panels
+  const uint8_t* w;
   const float *scales, *bias;
   const char* lines;
   const float* units;
@@ -62,16 +61,15 @@ inline const uint8_t* last_panel(const Weight& w) {
   return panel;
 }
 
-// Calls multiply(tile, rows, panels) for panels [from, to), `together` at a time or one by one,
-// with all tiles of x.
+// Calls multiply(tile, rows) for panels [from, to) with all tiles of x.
 template <class Multiply>
 void for_each_dynamic_tile(const Product& p, const DynamicRows& x, int64_t from, int64_t to,
-                           int64_t together, const Multiply& multiply) {
+                           const Multiply& multiply) {
   const int64_t full = p.w.n / kDynamicPanel, panel_bytes = kDynamicPanel * p.w.row_bytes();
-  static constexpr float kZeros[kDynamicPanel * 4] = {};
+  static constexpr float kZeros[kDynamicPanel] = {};
   const bool writes_lines = reinterpret_cast<uintptr_t>(p.y) % 64 == 0 && p.y_stride % kLanes == 0,
              streaming = writes_lines && p.rows * p.w.n * 4 > runtime::machine().l2;
-  const auto multiply_tiles = [&](DynamicTile tile, int panels) {
+  const auto multiply_tiles = [&](DynamicTile tile) {
     float* const y = tile.y;
     for (int64_t i = 0; i < x.tiles; ++i) {
       const int64_t begin = dynamic_tile_begin(p, x, i);
@@ -79,26 +77,13 @@ void for_each_dynamic_tile(const Product& p, const DynamicRows& x, int64_t from,
       tile.units = x.units + begin * x.groups;
       tile.offsets = x.offsets + begin * x.groups;
       tile.y = y + begin * tile.y_stride;
-      multiply(tile, dynamic_tile_begin(p, x, i + 1) - begin, panels);
+      multiply(tile, dynamic_tile_begin(p, x, i + 1) - begin);
     }
   };
-  const int64_t end = std::min(to, full);
-  for (int64_t panel = from, panels; panel < end; panel += panels) {
+  for (int64_t panel = from; panel < std::min(to, full); ++panel) {
     const int64_t n = panel * kDynamicPanel;
-    panels = end - panel < together ? 1 : together;
-    const DynamicTile tile{p.w.values + panel * panel_bytes,
-                           panel_bytes,
-                           p.w.scales + n,
-                           p.bias ? p.bias + n : kZeros,
-                           nullptr,
-                           nullptr,
-                           nullptr,
-                           x.blocks,
-                           x.groups,
-                           p.y + n,
-                           p.y_stride,
-                           streaming};
-    multiply_tiles(tile, int(panels));
+    multiply_tiles({p.w.values + panel * panel_bytes, p.w.scales + n, p.bias ? p.bias + n : kZeros,
+                    nullptr, nullptr, nullptr, x.blocks, x.groups, p.y + n, p.y_stride, streaming});
   }
   if (streaming) _mm_sfence();
   if (to <= full) return;
@@ -108,9 +93,8 @@ void for_each_dynamic_tile(const Product& p, const DynamicRows& x, int64_t from,
   float scales[kDynamicPanel] = {}, bias[kDynamicPanel] = {};
   std::copy_n(p.w.scales + n, count, scales);
   if (p.bias) std::copy_n(p.bias + n, count, bias);
-  multiply_tiles({last_panel(p.w), panel_bytes, scales, bias, nullptr, nullptr, nullptr, x.blocks,
-                  x.groups, y, kDynamicPanel, false},
-                 1);
+  multiply_tiles({last_panel(p.w), scales, bias, nullptr, nullptr, nullptr, x.blocks, x.groups, y,
+                  kDynamicPanel, false});
   for (int64_t t = 0; t < p.rows; ++t)
     std::copy_n(y + t * kDynamicPanel, count, p.y + t * p.y_stride + n);
 }

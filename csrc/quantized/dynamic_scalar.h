@@ -9,11 +9,8 @@ namespace vlora::quantized::VLORA_ISA {
 
 using namespace vlora::runtime::VLORA_ISA;
 
-constexpr int64_t kPrefetchedBytes = 0;
-
 struct Bytes {
-  static constexpr int kTileRows = 4, kPanels = 1;
-  static constexpr int kFewRows = 1, kPanelsOfFewRows = 1;
+  static constexpr int kTileRows = 4;
   static constexpr int64_t kLineBytes = kBlock;
   static constexpr bool kAddsOffsets = false;
   using Weights = const int8_t*;

@@ -108,7 +108,7 @@ inline void run_dynamic(const Product& p, const DynamicRows& x, int64_t from, in
   // Each tile of x prefetches its share of what is multiplied later.
   const ptrdiff_t ahead = x.tiles == 1 ? kAhead : kDynamicPanel * p.w.row_bytes();
   const auto line_of = [&](int64_t row) { return ahead + row * kAmxRows / p.rows * kTileLine; };
-  for_each_dynamic_tile(p, x, from, to, 1, [&](const DynamicTile& tile, int64_t rows, int) {
+  for_each_dynamic_tile(p, x, from, to, [&](const DynamicTile& tile, int64_t rows) {
     const int64_t row = (tile.units - x.units) / x.groups;
     multiply[rows - 1](tile, {line_of(row), line_of(row + rows)});
   });
