@@ -6,10 +6,12 @@
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
-#include "quantized/quantized.h"
+#include "quantized/dynamic_int4.h"
+#include "quantized/quantize.h"
 #include "random_values.h"
 #include "runtime/kernel_scope.h"
 
@@ -219,6 +221,25 @@ void check_panel_digits(const quantized::PanelDigits& kernels, const Matrix& mat
   rows.compare_all("product of digits and panels", digits == quantized::kMinDigits ? 2e-3 : 2e-6);
 }
 
+// x is quantized, too. The error of a value is at most 1/254 of the largest one in its group.
+void check_dynamic(runtime::Isa isa, const Matrix& matrix) {
+  if (matrix.w.bits == 8 && !matrix.w.has_row_scales()) return;
+  Rows rows(matrix, draw(1, 70));
+  std::vector<uint8_t> values = matrix.values;
+  std::vector<float> scales = matrix.scales;
+  std::vector<int8_t> zeros = matrix.zeros;
+  quantized::Weight& w = rows.p.w;
+  w.values = values.data(), w.scales = scales.data(), w.zeros = w.zeros ? zeros.data() : nullptr;
+  quantized::interleave(w.bits, values.data(), scales.data(), w.zeros ? zeros.data() : nullptr, w.n,
+                        w.row_bytes(), w.groups(), quantized::kDynamicPanel, int(draw(1, 3)));
+  const std::string before = runtime::requested_isa();
+  runtime::request_isa(runtime::name_of(isa));
+  (w.bits == 4 ? quantized::multiply_dynamic_int4 : quantized::multiply_dynamic)(rows.p,
+                                                                                 int(draw(1, 3)));
+  runtime::request_isa(before);
+  rows.compare_all("dynamic product", 2e-2);
+}
+
 using Widen = decltype(quantized::Kernels::widen);
 
 void check_widening(const Widen& widen, const Matrix& matrix) {
@@ -240,6 +261,7 @@ void check_widening(const Widen& widen, const Matrix& matrix) {
 void check_quantized(runtime::Isa isa) {
   const quantized::Kernels& kernels = quantized::kernels(isa);
   const Matrix rows(0);
+  check_dynamic(isa, rows);
   const gemm::AmxGemm* const tiles = quantized::amx_gemm(isa);
   if (tiles && rows.w.bits == 8) check_tiles(*tiles, rows);
   if (const quantized::TilePanels* const panels = quantized::tile_panels(isa)) {
