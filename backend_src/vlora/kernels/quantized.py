@@ -356,7 +356,8 @@ def _quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     largest = x.abs().amax(dim=-1, keepdim=True)
     units = largest.clamp_min(SMALLEST_MAXIMUM) / 127
-    return (x * (1 / units)).round(), units.masked_fill(~largest.isfinite(), torch.nan)
+    # The difference is zero, or NaN.
+    return (x * (1 / units)).round_(), units + (largest - largest)
 
 
 def _rounding_errors(x: torch.Tensor) -> torch.Tensor:
@@ -368,7 +369,7 @@ def _rounding_errors(x: torch.Tensor) -> torch.Tensor:
     groups = torch.nn.functional.pad(x, (0, -depth % ACTIVATION_GROUP))
     groups = groups.view(rows, groups.shape[1] // ACTIVATION_GROUP, ACTIVATION_GROUP)
     integers, units = _quantize_rows(groups)
-    return (groups - integers * units).flatten(1)[:, :depth]
+    return (groups - integers.mul_(units)).flatten(1)[:, :depth]
 
 
 class QuantizedMatrix(Matrix):
@@ -444,6 +445,7 @@ def fine_product(matrix: Matrix) -> Callable[[torch.Tensor], torch.Tensor]:
         return matrix
 
     def multiply(x: torch.Tensor) -> torch.Tensor:
-        return matrix(torch.cat((x, _rounding_errors(x)))).view(2, len(x), matrix.shape[0]).sum(0)
+        both = matrix(torch.cat((x, _rounding_errors(x))))
+        return both[: len(x)].add_(both[len(x) :])
 
     return multiply
