@@ -68,6 +68,7 @@ class LimitedConnection(HttpToolsProtocol):
         super().__init__(*arguments, **options)
         self._head_bytes = 0
         self._chunks = self._body_bytes = 0
+        self._has_head = False
         self._refusal: str | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
@@ -151,11 +152,18 @@ class LimitedConnection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._head_bytes = self._chunks = self._body_bytes = 0
+        self._has_head = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Note a header. Ignore trailers, which follow a body in chunks and no proxy has checked."""
+        if not self._has_head:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Start to answer the request, or queue it until the earlier ones are answered."""
         if self.parser.should_upgrade():
             return  # The parser raises an error next, whose handler calls `_ignore_offer`.
+        self._has_head = True
         self._stop_timer()
         for name, value in self.headers:
             if name == b"transfer-encoding" and value.strip().lower() != b"chunked":

@@ -581,6 +581,23 @@ def test_a_body_with_too_many_small_chunks_is_refused() -> None:
     assert received.endswith(b"\r\n\r\n%d" % (5120 * 1024 + 3072))
 
 
+def test_trailers_are_no_headers() -> None:
+    """A proxy that checks keys or hosts forwards them unchecked, maybe in one packet with all."""
+
+    async def names(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive()).get("more_body", False):
+            pass
+        body = b" ".join(name for name, _ in scope["headers"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": body})
+
+    request = POST + b"1\r\nx\r\n0\r\nAuthorization: Bearer x\r\nHost: other\r\n\r\n"
+    last = START + b"Connection: close\r\nX: y\r\n\r\n"
+    received = talk(sending(request + last), answer=names)
+    assert b"host transfer-encoding\r\n" in received
+    assert b"host connection x\r\n" in received
+
+
 @pytest.mark.parametrize("cut", [0, 3, 30])
 def test_an_offer_of_another_protocol_is_ignored(cut: int) -> None:
     """The request keeps its body, and the connection is used again."""
