@@ -11,12 +11,14 @@ import importlib.util
 import json
 import os
 import random
+import socket
 import threading
 import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from http.client import HTTPException
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import quote, urlsplit
@@ -275,13 +277,52 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
+class _TimedAnswer(HTTPResponse):
+    """An answer that is cut off after ANSWER_SECONDS, even if one byte of it comes now and then."""
+
+    def __init__(self, connection: socket.socket, *arguments: Any, **options: Any) -> None:
+        super().__init__(connection, *arguments, **options)
+
+        def cut_off() -> None:
+            with suppress(OSError):  # It has been closed meanwhile.
+                connection.shutdown(socket.SHUT_RDWR)
+
+        self._timer = threading.Timer(ANSWER_SECONDS, cut_off)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def close(self) -> None:
+        self._timer.cancel()
+        super().close()
+
+
+class _TimedAnswers:
+    """Lets the connections of a handler of urllib receive their answers within a time limit."""
+
+    def do_open(self, connect: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        def timed(*arguments: Any, **options: Any) -> Any:
+            connection = connect(*arguments, **options)
+            connection.response_class = _TimedAnswer
+            return connection
+
+        return super().do_open(timed, *arguments, **options)  # type: ignore[misc]
+
+
+class _Http(_TimedAnswers, urllib.request.HTTPHandler):
+    pass
+
+
+class _Https(_TimedAnswers, urllib.request.HTTPSHandler):
+    pass
+
+
 class Webhook(Sink):
-    """An HTTP server to which each event is posted. 2xx answers take it."""
+    """An HTTP server to which each event is posted. 2xx answers take it, whatever their body."""
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
         self._url = url
         self._headers = {"Content-Type": "application/json", "User-Agent": "vlora-watch", **headers}
-        handlers: list[Any] = [_NoRedirects()]
+        handlers: list[Any] = [_NoRedirects(), _Http(), _Https()]
         if is_local(urlsplit(url).hostname or ""):
             handlers.append(urllib.request.ProxyHandler({}))
         self._opener = urllib.request.build_opener(*handlers)
@@ -289,7 +330,8 @@ class Webhook(Sink):
     def send(self, message: bytes) -> None:
         request = urllib.request.Request(self._url, message, self._headers, method="POST")
         try:
-            with self._opener.open(request, timeout=ANSWER_SECONDS) as answer:
+            answer = self._opener.open(request, timeout=ANSWER_SECONDS)
+            with answer, suppress(OSError, HTTPException):
                 answer.read(MAX_ANSWER_BYTES)
         except urllib.error.HTTPError as error:
             error.close()
@@ -303,7 +345,7 @@ class Webhook(Sink):
 
 
 class Mqtt(Sink):
-    """An MQTT broker. Events have QoS 1; states are retained.
+    """An MQTT broker. Events have QoS 1; states have QoS 0 and are retained.
 
     `TOPIC/watch` is "online", and "offline" by the last will once the connection is lost. The
     states of the cameras are valid only while it is "online".
@@ -389,7 +431,9 @@ class Mqtt(Sink):
         self.problem = self.problem or f"the connection to the broker has ended: {reason}"
 
     def _publish_state(self, camera: str, state: bytes) -> None:
-        self._client.publish(f"{self._camera_topic(camera)}/state", state, qos=1, retain=True)
+        # Without a confirmation, for which the client would keep all earlier states. What is lost
+        # with a connection is told again on the next one.
+        self._client.publish(f"{self._camera_topic(camera)}/state", state, retain=True)
 
     def _camera_topic(self, camera: str) -> str:
         # A name must not add levels or wildcards. Other characters are kept readable.

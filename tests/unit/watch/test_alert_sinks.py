@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,53 @@ def test_a_slow_webhook_delays_neither_its_caller_nor_another_sink(
             assert sink.counts()["dropped"] == 0
 
 
+@contextmanager
+def listening(talk: Callable[[socket.socket], None]) -> Iterator[int]:
+    """Yield the port of a server that talks to one client after the other."""
+
+    def run() -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = listener.accept()
+                with client, suppress(OSError):
+                    talk(client)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=run, daemon=True).start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize(
+    ("begin", "more", "taken"),
+    [
+        (b"HTTP/1.1 200 OK\r\nX: ", b"y", True),
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n", False),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9000\r\n\r\n", b"y", True),
+    ],
+    ids=["a header", "no answer yet", "a body"],
+)
+def test_an_answer_that_does_not_end_is_cut_off(
+    begin: bytes, more: bytes, taken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sinks, "ANSWER_SECONDS", 0.3)
+
+    def talk(client: socket.socket) -> None:
+        client.recv(1 << 16)
+        client.sendall(begin)
+        while True:
+            client.sendall(more)
+            time.sleep(0.02)
+
+    with (
+        listening(talk) as port,
+        delivery(tmp_path, kind="webhook", url=f"http://127.0.0.1:{port}/") as sink,
+    ):
+        sink.put(message(0))
+        until(lambda: sink.counts()["sent" if taken else "failures"])
+        assert taken or sink.counts()["away"].startswith("no answer of the webhook: ")
+
+
 def test_the_secret_comes_from_the_environment_and_is_told_to_nobody_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -320,6 +368,27 @@ def test_a_broker_that_hangs_gets_a_message_once(
             until(lambda: sink.counts()["sent"] == 1)
         until(lambda: dict(messages).get("vlora/watch") == b"offline")
         assert [body for topic, body in messages if topic == "vlora/gate/event"] == [message(0)]
+
+
+def test_a_broker_that_confirms_nothing_is_told_only_the_last_states_again(tmp_path: Path) -> None:
+    seen: list[bytes] = []
+
+    def talk(client: socket.socket) -> None:
+        seen.append(client.recv(1 << 16))
+        client.sendall(b"\x20\x02\x00\x00")
+        while b"state of number 99" not in seen[-1] and (part := client.recv(1 << 16)):
+            seen[-1] += part
+
+    with (
+        listening(talk) as port,
+        delivery(tmp_path, kind="mqtt", host="127.0.0.1", port=port) as sink,
+    ):
+        until(lambda: not sink.counts()["away"])
+        for number in range(100):
+            sink.tell("gate", b"state of number %d" % number)
+        until(lambda: len(seen) > 1 and b"state of number 99" in seen[1])
+    assert seen[0].count(b"state of number") == 100
+    assert seen[1].count(b"state of number") == 1
 
 
 def _events(messages: list[tuple[str, bytes]]) -> list[int]:
