@@ -398,5 +398,41 @@ def test_requests_that_outlast_the_grace_period_get_an_error(address: str, tmp_p
         until(lambda: server.running == 0)
 
 
+class EndedCall:
+    """A call that ends in one of the two steps of sending, before gRPC has noticed why."""
+
+    def __init__(self, failing: str) -> None:
+        self._failing = failing
+
+    async def write(self, request: bytes) -> None:
+        if self._failing == "write":
+            nothing = grpc.aio.Metadata()
+            code = grpc.StatusCode.INTERNAL
+            raise grpc.aio.AioRpcError(code, nothing, nothing, "Internal error from Core")
+
+    async def done_writing(self) -> None:
+        raise grpc.aio.InternalError('Failed "execute_batch"')
+
+    def cancel(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("failing", ["write", "done_writing"])
+def test_a_request_whose_call_ends_while_it_is_sent_may_be_tried_again(
+    address: str, failing: str
+) -> None:
+    async def codes() -> list[str]:
+        found = []
+        async with client(address) as asker:
+            asker._stream = lambda **_: EndedCall(failing)
+            for asking in (asker.describe(), anext(asker.ask(Question("id", "text")))):
+                with pytest.raises(ApiError) as caught:
+                    await asking
+                found.append(caught.value.code)
+        return found
+
+    assert asyncio.run(codes()) == ["UNAVAILABLE"] * 2
+
+
 def test_every_error_of_the_server_has_a_status() -> None:
     assert set(BY_CODE) <= STATUSES.keys()

@@ -105,8 +105,7 @@ class TimedCall:
 
     async def send(self, request: bytes) -> None:
         """Send the only request. Raise TimeoutError if the server does not take it in time."""
-        await self._limited(self._call.write(request))
-        await self._limited(self._call.done_writing())
+        await self._limited(_send(self._call, request))
 
     async def next(self) -> Any:
         """Return the next message, or EOF. Raise TimeoutError if none arrives in time."""
@@ -274,8 +273,7 @@ class Backend:
         request.parameters["triton_enable_empty_final_response"].bool_param = True
         call = self._stream(timeout=CONTROL_SECONDS)
         try:
-            await call.write(request.SerializeToString())
-            await call.done_writing()
+            await _send(call, request.SerializeToString())
             message = await call.read()
             if message is grpc.aio.EOF:
                 raise ApiError("UNAVAILABLE", "the V-LoRA server sent no answer")
@@ -289,6 +287,19 @@ class Backend:
             raise from_grpc(error) from None
         finally:
             call.cancel()
+
+
+async def _send(call: Any, request: bytes) -> None:
+    """Send the only request of a call. Raises ApiError or AioRpcError if the call ends before."""
+    try:
+        await call.write(request)
+        await call.done_writing()
+    except (grpc.aio.InternalError, grpc.aio.AioRpcError) as error:
+        # gRPC fails so if it has not yet noticed why the call has ended.
+        if isinstance(error, grpc.aio.AioRpcError) and error.code() != grpc.StatusCode.INTERNAL:
+            raise
+        reason = "the V-LoRA server did not take the request; its connection or its time has ended"
+        raise ApiError("UNAVAILABLE", reason) from None
 
 
 def _request(question: Question) -> bytes:
