@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Callable, Iterator
@@ -283,6 +284,13 @@ def test_a_shard_that_cannot_be_read_is_named(
         "is missing$" if content is None else r"cannot be read: .*; is its download complete\?$"
     )
     assert re.search(f"{second} {problem}", refused(folder))
+
+
+def test_a_shard_that_is_a_pipe_is_refused_instead_of_waited_for(folder: Path) -> None:
+    second = shard(folder)
+    second.unlink()
+    os.mkfifo(second)
+    assert f"{second} is not a regular file" in refused(folder)
 
 
 def test_a_missing_shard_is_named_without_an_index(folder: Path) -> None:

@@ -65,6 +65,8 @@ def open_weights(file: Path, framework: str = "pt") -> Any:
 
     framework: library whose tensors are returned, "pt" (torch) or "np" (numpy).
     """
+    if file.exists() and not file.is_file():  # The reading of a pipe might never end.
+        raise InvalidArgument(f"model: {file} is not a regular file")
     try:
         return safe_open(file, framework=framework, backend="pread")
     except FileNotFoundError:
