@@ -155,7 +155,7 @@ class LimitedConnection(HttpToolsProtocol):
         self._has_head = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Note a header. Ignore trailers, which follow a body in chunks and no proxy has checked."""
+        """Note a header. Ignore trailers, which follow a body and which no proxy has checked."""
         if not self._has_head:
             super().on_header(name, value)
 
