@@ -16,7 +16,7 @@ import threading
 import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
@@ -296,16 +296,16 @@ class _TimedAnswer(HTTPResponse):
         super().close()
 
 
-class _TimedAnswers:
-    """Lets the connections of a handler of urllib receive their answers within a time limit."""
+class _TimedAnswers(urllib.request.AbstractHTTPHandler):
+    """Lets connections receive their answers within a time limit."""
 
-    def do_open(self, connect: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        def timed(*arguments: Any, **options: Any) -> Any:
-            connection = connect(*arguments, **options)
+    def do_open(self, http_class: Any, req: urllib.request.Request, **options: Any) -> HTTPResponse:
+        def connect(*arguments: Any, **options: Any) -> Any:
+            connection = http_class(*arguments, **options)
             connection.response_class = _TimedAnswer
             return connection
 
-        return super().do_open(timed, *arguments, **options)  # type: ignore[misc]
+        return super().do_open(connect, req, **options)
 
 
 class _Http(_TimedAnswers, urllib.request.HTTPHandler):
