@@ -14,12 +14,14 @@ from typing import Any
 
 import grpc
 import pytest
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
+from vlora import paths
 from vlora.cli import app
 from vlora.errors import ADAPTER_CHANGED, SHUTTING_DOWN, InvalidArgument, ServerError
 from vlora.load import figures
-from vlora.load.contents import Content, ContentMaker, TokenCount
+from vlora.load.contents import WORDS, Content, ContentMaker, TokenCount
 from vlora.load.run import Asking, Measurement, Record, measure_tokens, send
 from vlora.load.targets import Answer, OpenAiTarget, Question, RequestFailed, TritonTarget
 from vlora.load.trace import AZURE, TracedRequest, Traffic, adapter_shares
@@ -186,6 +188,8 @@ def test_a_text_has_the_wanted_number_of_tokens_as_the_server_counts_them() -> N
     assert (count.fixed, count.per_word) == (5, 2)
     text = ContentMaker(0, count).make(0, TracedRequest(0.0, -1, 105, 1, 1)).text
     assert len(text.split()) == 50
+    tokenizer = AutoTokenizer.from_pretrained(paths.root() / "tools" / "demo" / "checkpoint")
+    assert [word for word in WORDS if len(tokenizer.tokenize(f" {word}")) != 1] == []
 
 
 def test_figures_count_from_the_scheduled_times_and_errors_miss_their_deadlines() -> None:

@@ -13,9 +13,9 @@ from PIL import Image, ImageDraw
 
 from vlora.load.trace import TracedRequest
 
-WORDS = tuple("what is the number of red things in this picture and where are they".split())  # noqa: SIM905
-"""Words that have the same number of tokens, with the space before each: two for the demo's
-checkpoint, one for most others.
+WORDS = tuple("what is the color of the red square in this picture and which are on it".split())  # noqa: SIM905
+"""Words that have the same number of tokens, with the space before each: one, in the demo's
+checkpoint and most others.
 """
 
 
