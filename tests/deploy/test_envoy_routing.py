@@ -55,6 +55,9 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):
         self._begin(context)
         return service_pb2.ModelInferResponse(id=self.name)
 
+    def ModelStatistics(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return service_pb2.ModelStatisticsResponse(model_stats=[{"name": self.name}])
+
     def ModelStreamInfer(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:  # noqa: N802
         next(requests)
         self._begin(context)
@@ -97,6 +100,11 @@ class Proxy:
         """Return the name of the server that answers a request with a body of this size."""
         return str(self.begin(adapter, size, **options).result(timeout=60).id)
 
+    def server_of_statistics(self, adapter: str | None) -> str:
+        metadata = [] if adapter is None else [("x-lora-adapter", adapter)]
+        request = service_pb2.ModelStatisticsRequest()
+        return str(self._stub.ModelStatistics(request, metadata=metadata).model_stats[0].name)
+
     def stream(self, adapter: str) -> Iterator[Any]:
         request = service_pb2.ModelInferRequest(model_name="lmm")
         stream: Iterator[Any] = self._stub.ModelStreamInfer(
@@ -127,6 +135,12 @@ def test_an_adapter_goes_to_one_server_and_the_base_model_to_all(
     assert set(homes.values()) == {fake.name for fake in fakes}
     assert homes == {adapter: proxy.ask(adapter) for adapter in ADAPTERS}
     assert len({proxy.ask(None) for _ in range(40)}) == len(fakes)
+
+
+def test_statistics_that_perf_analyzer_subtracts_come_from_one_server(proxy: Proxy) -> None:
+    assert len({proxy.server_of_statistics(None) for _ in range(40)}) == 1
+    homes = [proxy.ask(adapter) for adapter in ADAPTERS]
+    assert homes == [proxy.server_of_statistics(adapter) for adapter in ADAPTERS]
 
 
 def test_a_hot_adapter_takes_no_server_beyond_its_bound(
