@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from tests.support.polling import until
 from vlora.cli import app
 from vlora.errors import InvalidArgument, ServerError
-from vlora.launcher import envoy, replicas
+from vlora.launcher import envoy, replicas, server_log
 from vlora.launcher.envoy import Server, write_configuration, write_servers
 from vlora.launcher.replica_metrics import joined
 from vlora.launcher.replicas import Replica, Replicas, Status, shares_of
@@ -54,6 +54,9 @@ class FakeServer:
 
     def explain(self) -> str:
         return ""
+
+    def adapter_news(self) -> server_log.AdapterNews:
+        return server_log.AdapterNews(self.log, 0)
 
     def stop(self) -> None:
         self._tell(Status.DRAINING)
