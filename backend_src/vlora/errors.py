@@ -103,8 +103,8 @@ _CODED = re.compile(r"(?:^|\W)(" + "|".join(BY_CODE) + r"): (.*)", re.DOTALL)
 # Message of Unavailable to a request that has not begun. Another server may answer it.
 SHUTTING_DOWN = "the server is shutting down"
 
-# Part of the message of Unavailable to a request whose adapter was replaced between the encoding of
-# its images and its prompt. Encoder and engine agree again within 5 s, usually within 2.
+# Words in the error of a request whose images were encoded with one version of an adapter when the
+# engine had another. Both agree again within 5 s, usually within 2.
 ADAPTER_CHANGED = "was changed while the request's images were encoded"
 CHANGE_REPEATS, CHANGE_PAUSE_SECONDS = 4, 1.5
 

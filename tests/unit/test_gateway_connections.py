@@ -582,7 +582,7 @@ def test_a_body_with_too_many_small_chunks_is_refused() -> None:
 
 
 def test_trailers_are_no_headers() -> None:
-    """A proxy that checks keys or hosts forwards them unchecked, maybe in one packet with all."""
+    """A proxy that checks keys or hosts looks only at headers. Here one packet has both."""
 
     async def names(scope: Any, receive: Any, send: Any) -> None:
         while (await receive()).get("more_body", False):

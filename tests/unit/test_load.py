@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -240,7 +240,7 @@ class Described(service_pb2_grpc.GRPCInferenceServiceServicer):
 
 
 class Hostile(Described):
-    """Answers with one output, of the kind STRING."""
+    """Answers each request with one output: the given bytes, said to be strings."""
 
     def __init__(self, output: bytes) -> None:
         self._output = output
@@ -250,6 +250,15 @@ class Hostile(Described):
         message.infer_response.outputs.add(name="text_output", datatype="BYTES")
         message.infer_response.raw_output_contents.append(self._output)
         yield from (message for _ in requests)
+
+
+@asynccontextmanager
+async def opened(target: Any) -> AsyncIterator[Any]:
+    try:
+        await target.open()
+        yield target
+    finally:
+        await target.close()
 
 
 @contextmanager
@@ -274,11 +283,8 @@ def test_a_server_with_tls_is_measured_by_the_name_in_its_certificate(
     key, ca = key_and_certificate
 
     async def connect(address: str, tls: Tls | None) -> None:
-        target = TritonTarget(address, "lmm", tls)
-        try:
-            await target.open()
-        finally:
-            await target.close()
+        async with opened(TritonTarget(address, "lmm", tls)):
+            pass
 
     pair = (key.read_bytes(), ca.read_bytes())
     with described(grpc.ssl_server_credentials([pair])) as address:
@@ -289,14 +295,10 @@ def test_a_server_with_tls_is_measured_by_the_name_in_its_certificate(
 
 def test_the_answer_of_another_request_is_an_error() -> None:
     async def ask(address: str) -> None:
-        target = TritonTarget(address, "lmm_unary", unary=True)
-        await target.open()
-        try:
+        async with opened(TritonTarget(address, "lmm_unary", unary=True)) as target:
             await target.ask(Question(Content("a"), None, id="first"), Answer())
             with pytest.raises(RequestFailed, match="request 'first'"):
                 await target.ask(Question(Content("a"), None, id="second"), Answer())
-        finally:
-            await target.close()
 
     with described() as address:
         asyncio.run(ask(address))
@@ -308,12 +310,8 @@ def test_a_stream_that_a_server_has_not_begun_is_sent_again(
     monkeypatch.setattr("vlora.errors.CHANGE_PAUSE_SECONDS", 0.01)
 
     async def ask(address: str) -> None:
-        target = TritonTarget(address, "lmm")
-        await target.open()
-        try:
+        async with opened(TritonTarget(address, "lmm")) as target:
             await target.ask(Question(Content("a"), None), Answer())
-        finally:
-            await target.close()
 
     with described() as address:
         asyncio.run(ask(address))
@@ -330,14 +328,10 @@ def test_an_answer_that_cannot_be_read_is_an_error(
     monkeypatch.setattr("vlora.load.targets.MAX_ANSWER_BYTES", 100_000)
 
     async def ask(address: str) -> None:
-        target = TritonTarget(address, "lmm")
-        await target.open()
-        try:
+        async with opened(TritonTarget(address, "lmm")) as target:
             with pytest.raises(RequestFailed) as caught:
                 await target.ask(Question(Content("a"), None), Answer())
             assert caught.value.code == code
-        finally:
-            await target.close()
 
     with described(servicer=Hostile(output)) as address:
         asyncio.run(ask(address))
@@ -392,12 +386,8 @@ def test_a_hostile_server_ends_only_its_requests(
     async def measure() -> None:
         async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
-            target = OpenAiTarget(f"http://127.0.0.1:{port}/v1", "base")
-            await target.open()
-            try:
+            async with opened(OpenAiTarget(f"http://127.0.0.1:{port}/v1", "base")) as target:
                 await send(target, asking, trace, [Content("good")] * 2, measurement)
-            finally:
-                await target.close()
 
     asyncio.run(measure())
     assert [one.error for one in measurement.records] == [code] * 2

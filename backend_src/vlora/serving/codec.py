@@ -279,9 +279,7 @@ def prepare(
     """
     chat = Chat.parse(call.text, context) if call.is_chat else None
     task = _task_of(call, chat, info)
-    if task == CHAT_TASK and chat is None:
-        chat = Chat.parse(call.text, context)
-    prompt = render(task, chat or call.text, *call.counts, template, call.videos)
+    prompt = render(task, chat or call.text, *call.counts, template, call.videos, context)
     defaults = SamplingParams()
     if call.ensemble:
         defaults = SamplingParams(temperature=0.0, max_tokens=TASKS[task].max_tokens)

@@ -6,6 +6,7 @@ default, all placeholders stand before the text: images, video files, frames. A 
 placeholders determines the positions itself, and must have all of them.
 """
 
+import math
 from collections.abc import Sequence
 
 from vlora.errors import InvalidArgument
@@ -30,6 +31,7 @@ def render(
     num_frames: int,
     template: ChatTemplate,
     videos: Sequence[Clip] = (),
+    context: float = math.inf,
 ) -> PromptText:
     """Return the prompt of one request, with the checkpoint's text for each image and clip.
 
@@ -37,11 +39,12 @@ def render(
         user message can ask for any task but `raw`. Special tokens in either are only text, except
         for the task `raw`.
     num_frames: number of frames that belong to no video file.
+    context: tokens of the context, which bounds the messages of a conversation in JSON.
 
     Raises InvalidArgument for an unknown task, for a missing text, and if the text has placeholders
     but not one for each image and clip.
     """
-    chat = Chat.parse(text) if task == CHAT_TASK and isinstance(text, str) else text
+    chat = Chat.parse(text, context) if task == CHAT_TASK and isinstance(text, str) else text
     if isinstance(chat, Chat) and chat.clips and not num_frames and not videos:
         raise InvalidArgument(
             "the messages have a part of type 'video', but the request has no frames; send them as"

@@ -50,7 +50,7 @@ class Counts:
     looks: deque[tuple[float, int, int]] = field(default_factory=deque)
 
     def count_chunk(self, is_dropped: bool, now: float) -> None:
-        """Count a chunk, and whether it replaced another."""
+        """Count a new chunk. is_dropped: whether the one before it was never asked about."""
         looks = self.looks
         if not looks or now - looks[-1][0] >= LOOK_SECONDS:
             looks.append((now, self.chunks, self.drops))
