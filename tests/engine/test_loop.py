@@ -280,17 +280,29 @@ def test_shutdown_lets_live_requests_finish(engine: Engine) -> None:
         loop.submit(request("late"), sink)
 
 
-def test_a_shutdown_that_hands_over_refuses_what_has_not_begun(engine: Engine) -> None:
+def test_a_shutdown_that_hands_over_refuses_what_has_not_begun(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allowed, forward = threading.Semaphore(0), engine._runner.forward
+
+    def wait_and_forward(*args: Any, **kwargs: Any) -> Any:
+        assert allowed.acquire(timeout=PATIENCE)
+        return forward(*args, **kwargs)
+
+    # Nothing may end before the shutdown, however late this thread runs.
+    monkeypatch.setattr(engine._runner, "forward", wait_and_forward)
     loop = EngineLoop(engine, max_waiting=6)
     sink = Collector()
     for index in range(9):
         loop.submit(request(f"r{index}", max_tokens=40), sink)
         if index < 4:  # As many as run together.
+            allowed.release(2)  # The first one may have been composed before the request came.
             until(lambda name=f"r{index}": sink.outputs.get(name))
     loop.admit(LiveRequest("reading"))
     closing = threading.Thread(target=loop.shutdown, args=(PATIENCE, True))
     closing.start()
     until(lambda: loop._hands_over)
+    allowed.release(1000)
     with pytest.raises(Unavailable, match="the server is shutting down"):
         loop.submit(request("reading"), sink)
     closing.join()
