@@ -1,7 +1,7 @@
 """The quantized benchmark: products with int8 and int4 weights against their roofline.
 
-The weights come from memory. Types whose names end with "bf16" multiply in bf16. int8-dynamic
-multiplies bytes, and its roofline has the peak of a loop of such products. Each time is that
+The weights come from memory. Types whose names end with "bf16" multiply in bf16. Those with
+"dynamic" multiply bytes, and their roofline has the peak of a loop of such products. Each time is that
 of the fastest round, which was not interrupted: it is shorter than a time slice of the system.
 """
 
@@ -95,17 +95,18 @@ def matrix_bytes(kind: str, width: int, depth: int) -> int:
 
 
 def _peak_type(kind: str) -> str:
-    if kind == "int8-dynamic":
+    if "dynamic" in kind:
         return "int8"
     return "bf16" if "bf16" in kind else "fp32"
 
 
 def _format(kind: str) -> Format | None:
     """Return the format of the weights of a quantized type, or None for fp32 and bf16."""
-    name = kind.removesuffix(" bf16")
-    if name.startswith("int8"):
-        return Format(8, None, dynamic=name == "int8-dynamic")
-    return Format(4, int(name[5:]), zeros=True) if name.startswith("int4-") else None
+    if not kind.startswith("int"):
+        return None
+    name, group, *_ = [*kind.removesuffix(" bf16").removesuffix("-dynamic").split("-"), None]
+    size = int(group) if group else None
+    return Format(int(name[3:]), size, zeros=size is not None, dynamic="dynamic" in kind)
 
 
 def _matrices(kind: str, width: int, depth: int, size: int) -> list[Matrix]:

@@ -13,17 +13,15 @@ namespace vlora::quantized::VLORA_ISA {
 using namespace vlora::runtime::VLORA_ISA;
 
 struct Bytes {
-  static constexpr int kTileRows = 4;
+  static constexpr int kTileRows = 6;
   // A line has values 0 and 2 of four, then 1 and 3, as 16 bits.
   static constexpr int64_t kLineBytes = 2 * kBlock;
   static constexpr bool kAddsOffsets = false;
-  // Values 0 and 2, and 1 and 3, of 8 outputs in each half.
+  static constexpr int kParts = 2;
   struct Weights {
-    __m256i even[2], odd[2];
+    __m256i half[2];  // of 8 outputs each
   };
-  struct Quad {
-    __m256i even, odd;
-  };
+  using Quad = __m256i;
   struct Sums {
     __m256i half[2];
   };
@@ -37,28 +35,26 @@ struct Bytes {
   static VLORA_INLINE Sums initial(const int32_t*) {
     return {{_mm256_setzero_si256(), _mm256_setzero_si256()}};
   }
-  static VLORA_INLINE Weights load(const uint8_t* w) {
+  static VLORA_INLINE Weights load(const uint8_t* w, int part) {
     Weights weights;
 #pragma GCC unroll 2
     for (int i = 0; i < 2; ++i) {
-      const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w) + i);
-      weights.even[i] = _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8);
-      weights.odd[i] = _mm256_srai_epi16(bytes, 8);
+      __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w) + i);
+      if (part == 0) bytes = _mm256_slli_epi16(bytes, 8);
+      weights.half[i] = _mm256_srai_epi16(bytes, 8);
     }
     return weights;
   }
-  static VLORA_INLINE Quad quad(const char* x) {
-    // GCC 12 would load two integers as one and divide it.
-    const auto* const pairs = reinterpret_cast<const float*>(x);
-    return {_mm256_castps_si256(_mm256_broadcast_ss(pairs)),
-            _mm256_castps_si256(_mm256_broadcast_ss(pairs + 1))};
+  static VLORA_INLINE Quad quad(const char* x, int part) {
+    const auto* const pair = reinterpret_cast<const float*>(x) + part;
+    return _mm256_castps_si256(_mm256_broadcast_ss(pair));
   }
-  static VLORA_INLINE void add(Sums& sums, const Weights& weights, const Quad& four) {
+  static VLORA_INLINE void add(Sums& sums, const Weights& weights, const Quad& pair) {
 #pragma GCC unroll 2
     for (int i = 0; i < 2; ++i) {
-      const __m256i even = _mm256_madd_epi16(weights.even[i], four.even);
-      const __m256i odd = _mm256_madd_epi16(weights.odd[i], four.odd);
-      sums.half[i] = _mm256_add_epi32(sums.half[i], _mm256_add_epi32(even, odd));
+      const __m256i products = _mm256_madd_epi16(weights.half[i], pair);
+      // Inline assembly, because GCC 12 would add the products of both parts first, and spill sums.
+      asm volatile("vpaddd %1, %0, %0" : "+x"(sums.half[i]) : "x"(products));
     }
   }
   static VLORA_INLINE V to_floats(const Sums& sums) {
@@ -68,9 +64,7 @@ struct Bytes {
   static VLORA_INLINE void keep(Sums& sums) {
     asm volatile("" : "+x"(sums.half[0]), "+x"(sums.half[1]));
   }
-  static VLORA_INLINE void keep(Weights& w) {
-    asm volatile("" : "+x"(w.even[0]), "+x"(w.even[1]), "+x"(w.odd[0]), "+x"(w.odd[1]));
-  }
+  static VLORA_INLINE void keep(Weights& w) { asm volatile("" : "+x"(w.half[0]), "+x"(w.half[1])); }
 };
 
 }  // namespace vlora::quantized::VLORA_ISA

@@ -16,6 +16,7 @@ struct Bytes {
   static constexpr int kTileRows = 12;
   static constexpr int64_t kLineBytes = kBlock;
   static constexpr bool kAddsOffsets = true;
+  static constexpr int kParts = 1;
   using Weights = __m512i;
   using Quad = __m512i;
   using Sums = __m512i;
@@ -24,11 +25,11 @@ struct Bytes {
     _mm512_storeu_si512(line, _mm512_loadu_si512(integers));
   }
   static VLORA_INLINE Sums initial(const int32_t* offset) { return _mm512_set1_epi32(*offset); }
-  static VLORA_INLINE Weights load(const uint8_t* w) {
+  static VLORA_INLINE Weights load(const uint8_t* w, int) {
     return _mm512_xor_si512(_mm512_loadu_si512(w), _mm512_set1_epi8(-128));
   }
   // Inline assembly, because GCC 12 copies and spills sums around the intrinsic.
-  static VLORA_INLINE Quad quad(const char* x) {
+  static VLORA_INLINE Quad quad(const char* x, int) {
     __m512i four;
     asm volatile("vpbroadcastd %1, %0" : "=v"(four) : "m"(*reinterpret_cast<const int32_t*>(x)));
     return four;

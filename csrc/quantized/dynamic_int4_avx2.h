@@ -14,7 +14,7 @@ constexpr int64_t kPrefetchedBytes = 1024;
 static_assert(kMinGroup / 4 * 2 * 15 * 127 <= INT16_MAX);
 
 struct Int4Bytes {
-  static constexpr int kTileRows = 4;
+  static constexpr int kTileRows = 6;
   using Quad = __m256i;
   struct Sums {
     __m256i of[2];  // of 8 outputs each, in 32 bits
@@ -48,8 +48,11 @@ struct Int4Bytes {
   }
   static VLORA_INLINE void add(Part& sums, const Line& line, int half, const Quad& four) {
 #pragma GCC unroll 2
-    for (int i = 0; i < 2; ++i)
-      sums.of[i] = _mm256_add_epi16(sums.of[i], _mm256_maddubs_epi16(line.half[half][i], four));
+    for (int i = 0; i < 2; ++i) {
+      const __m256i products = _mm256_maddubs_epi16(line.half[half][i], four);
+      // Inline assembly, because GCC 12 would compute all products first, and spill them.
+      asm volatile("vpaddw %1, %0, %0" : "+x"(sums.of[i]) : "x"(products));
+    }
   }
   static VLORA_INLINE void end(Sums& sums, const Part& part) {
 #pragma GCC unroll 2

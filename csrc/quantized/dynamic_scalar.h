@@ -13,6 +13,7 @@ struct Bytes {
   static constexpr int kTileRows = 4;
   static constexpr int64_t kLineBytes = kBlock;
   static constexpr bool kAddsOffsets = false;
+  static constexpr int kParts = 1;
   using Weights = const int8_t*;
   using Quad = const int8_t*;
   struct Sums {
@@ -23,8 +24,8 @@ struct Bytes {
     std::memcpy(line, integers, size_t(kBlock));
   }
   static Sums initial(const int32_t*) { return {}; }
-  static Weights load(const uint8_t* w) { return reinterpret_cast<const int8_t*>(w); }
-  static Quad quad(const char* x) { return reinterpret_cast<const int8_t*>(x); }
+  static Weights load(const uint8_t* w, int) { return reinterpret_cast<const int8_t*>(w); }
+  static Quad quad(const char* x, int) { return reinterpret_cast<const int8_t*>(x); }
   static void add(Sums& sums, Weights weights, Quad four) {
     for (int i = 0; i < 4 * kDynamicPanel; ++i) sums.of[i / 4] += int32_t(weights[i]) * four[i % 4];
   }
