@@ -17,7 +17,7 @@ struct Bytes {
   // A line has values 0 and 2 of four, then 1 and 3, as 16 bits.
   static constexpr int64_t kLineBytes = 2 * kBlock;
   static constexpr bool kAddsOffsets = false;
-  static constexpr int kParts = 2;
+  static constexpr int kParts = 2;  // of pairs: registers hold the sums and one part of W and x
   struct Weights {
     __m256i half[2];  // of 8 outputs each
   };

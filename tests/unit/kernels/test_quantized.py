@@ -490,11 +490,14 @@ def test_groups_of_the_largest_integers_are_exact(backend: Backend, form: Format
 
 @compiled
 def test_the_log_says_where_quantized_activations_are_slower(
-    checkpoint: Path, caplog: pytest.LogCaptureFixture
+    checkpoint: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with tiles.isa("scalar"):
-        load_weights(checkpoint, load_config(checkpoint), quantization=DYNAMIC)
-    assert "'int8' would be faster on this CPU: it has no AVX-512 VNNI" in caplog.text
+    monkeypatch.setattr(native.kernels().runtime, "isa", lambda _: "amx")
+    config = load_config(checkpoint)
+    load_weights(checkpoint, config, quantization=DYNAMIC)
+    assert not caplog.text
+    load_weights(checkpoint, config, torch.bfloat16, quantization=DYNAMIC)
+    assert "'int8' would be faster on this CPU: attention and LoRA use AMX only" in caplog.text
 
 
 @compiled
