@@ -1,8 +1,8 @@
 """The quantized benchmark: products with int8 and int4 weights against their roofline.
 
 The weights come from memory. Types whose names end with "bf16" multiply in bf16. Those with
-"dynamic" multiply bytes, and their roofline has the peak of a loop of such products. Each time is that
-of the fastest round, which was not interrupted: it is shorter than a time slice of the system.
+"dynamic" multiply bytes, and their roofline has the peak of a loop of such products. Each time is
+that of the fastest round, which was not interrupted: it is shorter than a time slice of the system.
 """
 
 from __future__ import annotations

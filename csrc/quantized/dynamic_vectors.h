@@ -7,7 +7,7 @@
 
 namespace vlora::quantized::VLORA_ISA {
 
-constexpr int kQuads = int(kBlock) / 4;  // of 4 values in a block, multiplied in Bytes::kParts parts
+constexpr int kQuads = int(kBlock) / 4;  // of 4 values in a block, each in Bytes::kParts parts
 
 // Returns how many bytes W is prefetched ahead, for T rows of x. CPUs read fast enough on their own
 // for few rows, and a large distance disturbs them. With more rows, W must be a memory's latency

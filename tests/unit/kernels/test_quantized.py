@@ -15,7 +15,6 @@ import torch
 from tests.support.atmm_problems import BF16, compiled
 from tests.support.drawing import cases_of
 from vlora import backends, native
-from vlora.atmm import tiles
 from vlora.backends import Backend
 from vlora.kernels import formats, quantized
 from vlora.kernels.formats import Format
@@ -492,7 +491,7 @@ def test_groups_of_the_largest_integers_are_exact(backend: Backend, form: Format
 def test_the_log_says_where_quantized_activations_are_slower(
     checkpoint: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native.kernels().runtime, "isa", lambda _: "amx")
+    monkeypatch.setattr(native.kernels().runtime, "isa", lambda *_: "amx")
     config = load_config(checkpoint)
     load_weights(checkpoint, config, quantization=DYNAMIC)
     assert not caplog.text
