@@ -8,9 +8,8 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -100,10 +99,6 @@ class Kernels(Benchmark):
             metavar="ISA", help=f"Restrict us and torch to one of {', '.join(TORCH_ISAS)}."
         ),
     ] = None
-    plot: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Draw the speed-ups into this file (matplotlib)."),
-    ] = None
 
     def prepare(self) -> None:
         super().prepare()
@@ -124,12 +119,6 @@ class Kernels(Benchmark):
 
     def summarize(self) -> dict[str, Any]:
         return summarize(self.rows)
-
-    def draw(self) -> Iterable[Path]:
-        if self.plot is None:
-            return []
-        draw_speed_ups(self.rows, self.plot)
-        return [self.plot]
 
 
 def use_isa(isa: str) -> None:
@@ -284,31 +273,3 @@ def speed_up(row: Row, name: str) -> float | None:
 
 def _is_baseline(name: str) -> bool:
     return name != Atmm.name and not name.startswith(StaticTile.prefix)
-
-
-def draw_speed_ups(rows: Sequence[Row], path: Path) -> None:
-    """Draw the speed-ups over each baseline, one dot per cell, by regime and type."""
-    from matplotlib.figure import Figure
-
-    heats = (("decode", False), ("decode", True), ("prefill", False))
-    panels = [(*heat, dtype) for dtype in ("fp32", "bf16") for heat in heats]
-    figure = Figure(figsize=(12, 7), layout="constrained")
-    axes = figure.subplots(2, 3, sharey="row")
-    for axis, panel in zip(axes.flat, panels, strict=True):
-        keys = ("regime", "cold", "dtype")
-        chosen = matching(rows, **dict(zip(keys, panel, strict=True)))
-        for x, name in enumerate(NAMES):
-            for threads, colour, shift in ((1, "tab:blue", -0.15), (2, "tab:orange", 0.15)):
-                known = (speed_up(row, name) for row in matching(chosen, threads=threads))
-                ups = [up for up in known if up is not None]
-                axis.plot([x + shift] * len(ups), ups, ".", color=colour, alpha=0.5)
-        axis.axhline(1, color="black", linewidth=0.8)
-        axis.set_yscale("log")
-        axis.set_title(f"{panel[0]}, {'cold' if panel[1] else 'hot'}, {panel[2]}")
-        axis.set_xticks(range(len(NAMES)), [name.replace("_", " ") for name in NAMES])
-        axis.grid(axis="y", alpha=0.3)
-    for axis in axes[:, 0]:
-        axis.set_ylabel("time of the baseline / time of ATMM")
-    figure.suptitle("ATMM against its baselines (blue: 1 thread, orange: 2)")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)

@@ -7,13 +7,12 @@ requests are spread over the cold adapters. The model is the mid-size one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any, ClassVar
 
-from benchmarks import frame, llava
+from benchmarks import llava
 from benchmarks.frame import Row, ThreadedBenchmark, matching
 from benchmarks.llava import Checkpoint
 from benchmarks.machine import interleaved
@@ -49,8 +48,6 @@ class Premerge(ThreadedBenchmark):
         ),
         "served traces, mean latency of three replays": "dtype policy model switches mean_s",
     }
-
-    plot: frame.PlotFolder = None
 
     def cells(self) -> Sequence[str]:
         types: Sequence[str] = self.values["dtypes"]
@@ -141,21 +138,6 @@ class Premerge(ThreadedBenchmark):
             ratios = (after / before for before, after in zip(*means.values(), strict=True))
             summary[f"served_{policy}"] = max(ratios, default=None)
         return summary
-
-    def draw(self) -> Iterable[Path]:
-        if not self.plot:
-            return []
-        path = self.plot / "premerge.png"
-        labels = "share of requests for the hot adapter", "time of a step, premerged over before"
-        with frame.figure(path, *labels, size=(6, 3.5)) as plot:
-            for step, dtype in dict.fromkeys(
-                (row["step"], row["dtype"]) for row in self.rows if "step" in row
-            ):
-                chosen = matching(self.rows, step=step, dtype=dtype)
-                shares, ratios = ([row[key] for row in chosen] for key in ("hot_share", "ratio"))
-                plot.plot(shares, ratios, "o-", label=f"{step}, {dtype}")
-            plot.axhline(1.0, color="grey", linewidth=1)
-        return [path]
 
 
 def premerged(checkpoint: Checkpoint) -> Checkpoint:

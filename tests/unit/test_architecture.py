@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tools.tree_size import WINGS, circles, module_graph, upward_imports
-
 TOP = Path(__file__).parents[2]
 ROOT = TOP / "backend_src" / "vlora"
 REPOSITORY = TOP / "model_repository"
@@ -48,6 +46,9 @@ LAYERS = [
 ]
 """Lowest first; a module may import from its own layer and those below."""
 
+WINGS = ["clients", "benchmarks", "tools", "tests"]
+"""Folders above the package's layers, lowest first."""
+
 PROGRAMS = LAYERS[-2]
 """Rooms that run in processes of their own. They share modules of lower layers only."""
 
@@ -67,12 +68,52 @@ def imports_of(path: Path) -> set[str]:
     return names
 
 
+def module_graph() -> dict[str, set[str]]:
+    """Return the modules of the tree that each module imports, also for types and in functions."""
+    paths = [(top, path) for top in ("backend_src", *WINGS) for path in (TOP / top).rglob("*.py")]
+    parsed = {}
+    for top, path in paths:
+        parts = path.relative_to(TOP / top if top == "backend_src" else TOP).with_suffix("").parts
+        parsed[".".join(parts).removesuffix(".__init__")] = ast.parse(path.read_text())
+    graph = {}
+    for name, tree in parsed.items():
+        others: set[str] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                others |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                members = {f"{node.module}.{alias.name}" for alias in node.names}
+                others |= (members & parsed.keys()) or {node.module}
+            elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+                others |= {str(arg.value) for arg in node.args if isinstance(arg, ast.Constant)}
+        graph[name] = (others & parsed.keys()) - {name}
+    return graph
+
+
+def upward_imports(graph: dict[str, set[str]]) -> list[str]:
+    """Return the imports from a lower layer or wing to a higher one."""
+    ranks = [*({f"vlora.{name}" for name in layer} for layer in LAYERS), *({w} for w in WINGS)]
+    level = {name: number for number, names in enumerate(ranks) for name in names}
+    part = {n: ".".join(n.split(".")[: 2 if n.startswith("vlora.") else 1]) for n in graph}
+    # vlora/__init__ has no layer: it prepares the process, and every module imports it.
+    edges = [(a, b) for a, others in graph.items() for b in others if "vlora" not in (a, b)]
+    return sorted(f"{a} imports {b}" for a, b in edges if level[part[a]] < level[part[b]])
+
+
+def circles(graph: dict[str, set[str]]) -> list[str]:
+    """Return the groups of modules that import each other, directly or indirectly."""
+    reach = {module: set(others) for module, others in graph.items()}
+    for middle in graph:
+        for others in reach.values():
+            others |= reach[middle] if middle in others else set()
+    groups = {tuple(sorted(n for n in reach[m] if m in reach[n])) for m in graph if m in reach[m]}
+    return sorted(" - ".join(group) for group in groups)
+
+
 def test_imports_point_downward_and_form_no_circle() -> None:
-    """Check all of the package and its wings, also imports for types and in functions."""
-    paths = [path for wing in ("backend_src", *WINGS) for path in (TOP / wing).rglob("*.py")]
-    graph = module_graph({str(p.relative_to(TOP)): ast.parse(p.read_text()) for p in paths})
+    graph = module_graph()
     assert "vlora.engine.scheduler" in graph["vlora.engine.parts"]
-    assert upward_imports(graph, TOP) == []
+    assert upward_imports(graph) == []
     assert circles(graph) == []
 
 
@@ -89,7 +130,7 @@ def test_no_program_imports_another() -> None:
 
 def test_an_import_upward_and_a_circle_are_found() -> None:
     graph = {"vlora.ids": {"vlora.config"}, "vlora.config": {"vlora.ids"}, "tools.a": {"vlora.ids"}}
-    assert upward_imports(graph, TOP) == ["vlora.ids imports vlora.config"]
+    assert upward_imports(graph) == ["vlora.ids imports vlora.config"]
     assert circles(graph) == ["vlora.config - vlora.ids"]
 
 
