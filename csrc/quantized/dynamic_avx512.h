@@ -17,6 +17,7 @@ struct Bytes {
   static constexpr int64_t kLineBytes = kBlock;
   static constexpr bool kAddsOffsets = true;
   static constexpr int kParts = 1;
+  static constexpr int64_t kAhead = 1024;  // see bytes_ahead
   using Weights = __m512i;
   using Quad = __m512i;
   using Sums = __m512i;

@@ -14,6 +14,7 @@ struct Bytes {
   static constexpr int64_t kLineBytes = kBlock;
   static constexpr bool kAddsOffsets = false;
   static constexpr int kParts = 1;
+  static constexpr int64_t kAhead = 1024;  // see bytes_ahead
   using Weights = const int8_t*;
   using Quad = const int8_t*;
   struct Sums {

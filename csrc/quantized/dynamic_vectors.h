@@ -12,7 +12,7 @@ constexpr int kQuads = int(kBlock) / 4;  // of 4 values in a block, each in Byte
 // Returns how many bytes W is prefetched ahead, for T rows of x. CPUs read fast enough on their own
 // for few rows, and a large distance disturbs them. With more rows, W must be a memory's latency
 // ahead.
-constexpr int64_t bytes_ahead(int T) { return T <= 4 ? 1024 : 8192; }
+constexpr int64_t bytes_ahead(int T) { return T <= 4 ? Bytes::kAhead : 8192; }
 
 // Multiplies a panel with T rows of x.
 template <int T>
