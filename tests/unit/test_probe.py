@@ -138,6 +138,7 @@ def metrics_of(counter: str, per_look: int) -> AbstractContextManager[tuple[int,
     return http_server(page)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("counter", PROGRESS)
 @pytest.mark.parametrize(("per_look", "health"), [(3, Health.ALIVE), (0, Health.DEAD)])
 def test_a_server_without_an_answer_is_alive_if_it_works(
