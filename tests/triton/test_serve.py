@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from http.client import HTTPConnection
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -131,7 +131,8 @@ def test_serve_restarts_a_crashed_server_and_drains_on_sigterm(folders: list[str
     chosen = choose_ports({"http_port": 0, "grpc_port": 0, "metrics_port": 0})
     http, grpc, metrics = map(str, chosen.values())
     ports = ["--http-port", http, "--grpc-port", grpc, "--metrics-port", metrics]
-    process = serve(*folders, *ports, "--restart", "--grace", "600")
+    one_at_a_time = ("--set", "max_num_seqs=1")
+    process = serve(*folders, *ports, "--restart", "--grace", "600", *one_at_a_time)
     output = output_until(process, "Press Ctrl-C to stop")
     assert "ready in" in output
     assert {f"HTTP      127.0.0.1:{http}", f"gRPC      127.0.0.1:{grpc}"} <= set(
@@ -161,10 +162,14 @@ def test_serve_restarts_a_crashed_server_and_drains_on_sigterm(folders: list[str
             question["return_num_output_tokens"] = True
             with asker.streaming("lmm", **question) as responses:
                 first = next(responses)
-                process.send_signal(signal.SIGTERM)
-                output_until(process, "running ones get 600 s to finish")
-                for model in ("lmm", "lmm_unary", "video_analytics", "vision_encoder"):
-                    assert_refused(asker, model)
+                with ExitStack() as waiting:
+                    # The server does not end before it has refused the others.
+                    for _ in range(8):
+                        waiting.enter_context(asker.streaming("lmm", **question))
+                    process.send_signal(signal.SIGTERM)
+                    output_until(process, "running ones get 600 s to finish")
+                    for model in ("lmm", "lmm_unary", "video_analytics", "vision_encoder"):
+                        assert_refused(asker, model)
                 rest = list(responses)
             tokens = [each.outputs.get("num_output_tokens", 0) for each in (first, *rest)]
             assert sum(map(int, tokens)) == 900
