@@ -781,7 +781,7 @@ def test_serve_refuses_a_folder_before_it_imports_torch_or_starts_a_server(
         "import sys; sys.modules['torch'] = None; from vlora.cli import main;"
         f" sys.argv[1:] = ['serve', '--model', {str(tmp_path / 'model')!r}]; main()"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert run.returncode == 1
     assert "tokenizer.json cannot be read" in run.stderr
 

@@ -231,7 +231,7 @@ def test_serve_restarts_its_gateway_and_ends_with_a_model(
 
     server, models = processes_of(process)
     models["vision_encoder"].kill()
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=300)
     assert "playground" not in output
     assert "CUDA" not in output
     assert "NVML" not in output
@@ -297,7 +297,7 @@ def test_serve_reports_a_wrong_option(
     folders: list[str], arguments: tuple[str, str], message: str
 ) -> None:
     process = serve(*folders, *FREE_PORTS, *arguments)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 1
     assert f"error: {message}" in output.replace("\n", " ")
     assert "Traceback" not in output
@@ -305,7 +305,7 @@ def test_serve_reports_a_wrong_option(
 
 def test_serve_warns_of_a_variable_that_nothing_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLORA_CUDA_LIBRARY", "/opt/library.so")
-    output, _ = serve("--http-port", "-1").communicate(timeout=60)
+    output, _ = serve("--http-port", "-1").communicate(timeout=300)
     expected = (
         "warning: nothing reads the environment variable VLORA_CUDA_LIBRARY; known are VLORA_"
     )

@@ -323,7 +323,7 @@ def test_a_gateway_ends_if_an_adapter_has_the_name_of_the_base_model(
     command = [sys.executable, "-m", "vlora.cli", "gateway", "--port", "0", "--grpc", address]
     with serving(address) as server:
         server.description = adapters
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 1
     assert "an adapter is named 'base', which is the name of the base model" in ended.stderr
 

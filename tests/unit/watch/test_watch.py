@@ -546,7 +546,7 @@ def test_an_interrupt_ends_in_order_with_a_summary(triton, tmp_path):
         try:
             until(lambda: log.exists() and log.read_text().count("\n") > 1)
             process.send_signal(signal.SIGINT)
-            shown, errors = process.communicate(timeout=60)
+            shown, errors = process.communicate(timeout=300)
         finally:
             process.kill()
     assert process.returncode == 0
