@@ -229,10 +229,12 @@ def test_other_requests_are_decoded_while_slow_ones_run() -> None:
     decoder = ImageDecoder(LIMITS, permits=1)
     endless = check_images([ENDLESS], [], None, LIMITS)
     slow = [start(decoder, endless, Kept()) for _ in range(8)]
-    for seed in range(5):
-        check_that_it_works(decoder, seed)
-    assert not any(one.done() for one in slow)
-    decoder.close()
+    try:
+        for seed in range(5):
+            check_that_it_works(decoder, seed)
+        assert not any(one.done() for one in slow)
+    finally:
+        decoder.close()  # Otherwise its processes fail the tests that follow.
     assert any(isinstance(one.exception(60), Unavailable) for one in slow if not one.cancelled())
 
 
