@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.engine_client import paced
 from tests.support.many_adapters import burst, engine_of, replace_weights, run_in_order
 from vlora.config import Options
 from vlora.engine.engine import Engine
@@ -22,7 +23,7 @@ def one_thread() -> None:
 
 @pytest.fixture
 def engine(checkpoint: Path, adapters_dir: Path) -> Engine:
-    return Engine(Options(model=checkpoint, adapters=adapters_dir, max_num_seqs=4))
+    return paced(Engine(Options(model=checkpoint, adapters=adapters_dir, max_num_seqs=4)))
 
 
 @pytest.fixture

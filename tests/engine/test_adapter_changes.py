@@ -196,6 +196,7 @@ def test_folders_can_be_added_changed_and_removed_while_serving(
         serving.submit(request("third", adapter="linked"), sink)
 
 
+@pytest.mark.alone
 def test_a_changed_folder_is_served_within_five_seconds(checkpoint: Path, root: Path) -> None:
     loop = EngineLoop(engine_of(checkpoint, root), max_waiting=10)
     try:

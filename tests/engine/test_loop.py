@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.engine_client import PATIENCE, Collector, endless, request
+from tests.support.engine_client import (
+    ENDLESS_TOKENS,
+    PATIENCE,
+    Collector,
+    endless,
+    request,
+)
 from tests.support.polling import until
 from vlora.engine.engine import Engine
 from vlora.engine.loop import EngineLoop
@@ -211,7 +217,7 @@ def test_a_tenant_has_as_many_waiting_requests_as_it_leaves_places(loop: EngineL
             loop.table.remove(entry)
             raise
         if submit:
-            keys = SamplingParams(max_tokens=900, ignore_eos=True, cache_salt=tenant)
+            keys = SamplingParams(max_tokens=ENDLESS_TOKENS, ignore_eos=True, cache_salt=tenant)
             loop.submit(request(name, sampling=keys), sink)
 
     for index in range(4):
@@ -371,8 +377,8 @@ def test_statistics_count_steps_tokens_and_requests(loop: EngineLoop) -> None:
 
 
 def streamed(request_id: str, stream: str | None = "camera", **keys: Any) -> Request:
-    keys = {"temperature": 0, "max_tokens": 900, "ignore_eos": True, "stream_id": stream, **keys}
-    return request(request_id, sampling=SamplingParams.parse(keys))
+    keys |= {"temperature": 0, "max_tokens": ENDLESS_TOKENS, "ignore_eos": True}
+    return request(request_id, sampling=SamplingParams.parse(keys | {"stream_id": stream}))
 
 
 def test_a_superseding_request_ends_the_waiting_ones_of_its_stream(loop: EngineLoop) -> None:

@@ -199,7 +199,7 @@ def test_a_prompt_does_not_wait_for_another_one_to_be_tokenized(
         slow = threads.submit(engine.prepare, request("slow", prompt="slow"))
         assert tokenizing.wait(PATIENCE)
         quick = threads.submit(engine.prepare, request("quick"))
-        done, _ = wait([quick], timeout=5)
+        done, _ = wait([quick], PATIENCE)
         proceed.set()
         assert done
         assert slow.result().sequence.prompt_length > 0

@@ -118,7 +118,7 @@ class BlockedReads:
 
         def wait_and_read(reader: WeightsReader, path: Path, invalid: Any) -> Any:
             self.reads.append(path.parent.name)
-            assert self.allow.wait(10)
+            assert self.allow.wait(60)
             return read(reader, path, invalid)
 
         monkeypatch.setattr(WeightsReader, "read", wait_and_read)

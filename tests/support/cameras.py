@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from tests.support.polling import until
+from tests.support.watching import free_port
 from vlora.watch.asking import Analytics
 from vlora.watch.config import read_cameras
 from vlora.watch.desk import open_desk
@@ -63,7 +64,7 @@ class RtspCamera:
         command = [SYSTEM_PYTHON, "-c", NEEDS]
         if subprocess.run(command, capture_output=True, check=False).returncode:
             pytest.skip("GStreamer's RTSP server is not installed (see CONTRIBUTING.md)")
-        self._options, self.port = options, "0"
+        self._options, self.port = options, str(free_port())
         self.start()
 
     @property
@@ -173,7 +174,7 @@ class WatchRun:
 
     def start(self) -> None:
         self._thread.start()
-        until(lambda: self.watch and len(self.watch.watched()) >= self._count, 10)
+        until(lambda: self.watch and len(self.watch.watched()) >= self._count)
 
     def stop(self) -> None:
         if self._thread.is_alive():
@@ -182,7 +183,7 @@ class WatchRun:
 
     def join(self) -> None:
         """Wait until all sources have ended."""
-        self._thread.join(20)
+        self._thread.join(60)
         assert not self._thread.is_alive()
 
     async def _run(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from vlora.sampling import SamplingParams
 
 PATIENCE = 30.0
 """Seconds after which a test stops waiting. Nothing here should take one second."""
+ENDLESS_TOKENS = 900
 
 
 class Collector:
@@ -55,8 +57,23 @@ def request(request_id: str, max_tokens: int = 4, **fields: Any) -> Request:
 
 
 def endless(request_id: str, **fields: Any) -> Request:
-    """Return a request that runs longer than any test, until the test ends it."""
-    return request(request_id, max_tokens=900, **fields)
+    """Return a request that runs in a `paced` engine until the test ends it."""
+    return request(request_id, max_tokens=ENDLESS_TOKENS, **fields)
+
+
+def paced(engine: Engine) -> Engine:
+    """Let each step of `engine` with an endless request take so long that the request outlasts
+    PATIENCE, however late the test's thread runs. Return the engine."""
+    step = engine.step
+
+    def slow_step() -> list[Output]:
+        running = engine.scheduler.running
+        if any(one.request.sampling.max_tokens == ENDLESS_TOKENS for one in running):
+            time.sleep(PATIENCE / ENDLESS_TOKENS)
+        return step()
+
+    engine.step = slow_step  # type: ignore[method-assign]
+    return engine
 
 
 def run_together(engine: Engine, *requests: Request) -> dict[str, list[Output]]:

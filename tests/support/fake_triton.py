@@ -70,6 +70,8 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         return _response("video_analytics", {"result": result})
 
     def ModelStreamInfer(self, requests, context):  # noqa: N802
+        ended = threading.Event()
+        context.add_callback(ended.set)
         context.add_callback(self.cancelled.set)
         self.headers.append(dict(context.invocation_metadata()))
         for request in requests:
@@ -79,7 +81,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
                 yield service_pb2.ModelStreamInferResponse(error_message=refusal)
                 continue
             for word in self.words:
-                time.sleep(self.delay)
+                ended.wait(self.delay)
                 yield service_pb2.ModelStreamInferResponse(
                     infer_response=_response("visual_retrieval", {"text_output": word})
                 )

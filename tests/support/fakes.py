@@ -97,8 +97,8 @@ class FakeEngine:
         entry = self.table.get(request.id)
         assert entry is not None
         entry.state = State.IN_ENGINE
+        self._sinks[request.id] = sink  # First: a test may answer as soon as it sees the request.
         self.requests.append(request)
-        self._sinks[request.id] = sink
 
     def abort(self, request_id: str, reason: VLoraError | None = None) -> bool:
         """End a request that waits. Otherwise record the call, and end the request."""

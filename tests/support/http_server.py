@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 
 
 def response(status: str, body: bytes, *headers: str) -> bytes:
@@ -25,7 +25,7 @@ def http_server(respond: Callable[[], bytes]) -> Iterator[tuple[int, list[bytes]
                     connection, _ = listener.accept()
                 except OSError:
                     return
-                with connection:
+                with connection, suppress(OSError):  # The client may have left.
                     requests.append(connection.recv(65536))
                     connection.sendall(respond())
 

@@ -21,6 +21,7 @@ import pytest
 from PIL import Image
 
 from tests.support.polling import until
+from vlora.net import choose_ports
 from vlora.watch.answers import Answer, CameraView
 
 
@@ -71,8 +72,8 @@ def view(name: str, **other: Any) -> CameraView:
 
 
 def free_port() -> int:
-    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        return int(listener.getsockname()[1])
+    """Return a port that nobody uses, and that no connection gets by chance."""
+    return choose_ports({"port": 0}, "127.0.0.1")["port"]
 
 
 class Hook:
@@ -156,7 +157,7 @@ class Broker:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        until(self._listens, 10)
+        until(self._listens)
 
     def freeze(self, frozen: bool) -> None:
         assert self._process is not None
@@ -165,7 +166,7 @@ class Broker:
     def stop(self) -> None:
         if self._process is not None:
             self._process.terminate()
-            self._process.wait(10)
+            self._process.wait(60)
             self._process = None
 
     def _listens(self) -> bool:
@@ -200,7 +201,7 @@ def subscriber(port: int, topic: str = "#") -> Iterator[list[tuple[str, bytes]]]
     client.connect("127.0.0.1", port)
     client.loop_start()
     try:
-        assert ready.wait(10)
+        assert ready.wait(60)
         yield messages
     finally:
         client.disconnect()

@@ -290,6 +290,7 @@ def test_malformed_http_is_rejected_and_the_server_continues(ask: Asker) -> None
     assert ask.http("lmm", "generate", {"text_input": "x"})[0] == 200
 
 
+@pytest.mark.alone
 def test_errors_are_sent_without_delay(ask: Asker) -> None:
     started = time.monotonic()
     for _ in range(10):

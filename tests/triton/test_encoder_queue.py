@@ -164,15 +164,15 @@ def test_superseded_frames_are_not_encoded(ask: Asker) -> None:
         return ask.stream("visual_retrieval", text_input="?", image=fresh_picture(), **how)
 
     with busy_encoder(ask) as busy, ThreadPoolExecutor(5) as pool:
-        frames = []
-        for index in range(5):
-            frames.append(pool.submit(send, index))
-            time.sleep(0.05)
-        for frame in frames[:4]:
-            with pytest.raises(Refused, match="CANCELLED: a newer request of stream 'camera'"):
-                frame.result()
+        frames = [pool.submit(send, index) for index in range(5)]
+        until(lambda: sum(frame.done() for frame in frames) == 4)
         assert not busy.ended
-        assert frames[4].result()
+        newest = next(frame for frame in frames if not frame.done())
+        for frame in frames:
+            if frame is not newest:
+                with pytest.raises(Refused, match="CANCELLED: a newer request of stream 'camera'"):
+                    frame.result()
+        assert newest.result()
         busy.wait()
     added(ask, before, encoder_images=busy.frames + 1, requests_superseded=4)
 
@@ -222,7 +222,7 @@ def test_latencies_include_the_wait_for_the_encoder(ask: Asker) -> None:
         timings = json.loads(details)["timings"]
         assert 0.7 * whole < timings["queued"] < timings["first_token"] < whole
     # The metrics are refreshed once a second.
-    until(lambda: first_tokens() - sum_before > 0.7 * (seconds + ensemble_seconds), seconds=5)
+    until(lambda: first_tokens() - sum_before > 0.7 * (seconds + ensemble_seconds))
 
 
 def test_an_image_that_takes_long_to_decode_delays_no_other_and_is_refused(ask: Asker) -> None:
@@ -250,9 +250,11 @@ def test_a_stamp_of_the_encoder_counts_once(ask: Asker) -> None:
     time.sleep(0.5)
     totals = []
     for _ in range(2):
+        started = time.monotonic()
         response = ask.once("lmm_unary", text_input="?", arrival_stamp=stamp)
         totals.append(json.loads(response["details"])["timings"]["queued"])
-    assert totals[0] > 0.5 > totals[1]
+    assert totals[0] > 0.5
+    assert totals[1] < time.monotonic() - started
 
 
 def test_the_encoders_queue_is_bounded(ask: Asker) -> None:

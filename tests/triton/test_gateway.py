@@ -316,7 +316,12 @@ def test_clients_that_leave_end_their_requests(gateway: Gateway, ask: Asker) -> 
     until(lambda: gateway.running() == 1)
     descriptors = psutil.Process(gateway.process.pid).num_fds()
     body = {"model": "base", "messages": question(), "max_tokens": 900, "ignore_eos": True}
-    whole, half_closed = (post(json.dumps(body).encode()) for _ in range(2))
+    half_closed = post(json.dumps(body).encode())
+    until(lambda: gateway.running() == 2)
+    half_closed.sock.shutdown(socket.SHUT_WR)
+    assert half_closed.sock.recv(1) == b"", "it is not answered"
+    half_closed.close()
+    whole = post(json.dumps(body).encode())
     with ExitStack() as streams:
         for _ in range(20):
             stream = gateway.client.chat.completions.create(
@@ -326,9 +331,6 @@ def test_clients_that_leave_end_their_requests(gateway: Gateway, ask: Asker) -> 
             next(stream)
     whole.close()
     half.close()
-    half_closed.sock.shutdown(socket.SHUT_WR)
-    assert half_closed.sock.recv(1) == b"", "it is not answered"
-    half_closed.close()
     until(lambda: gateway.running() == 0)
     until(lambda: psutil.Process(gateway.process.pid).num_fds() < descriptors)
     until(lambda: value("vllm:num_requests_running") == 0)

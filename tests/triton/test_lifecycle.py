@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.triton_client import Asker
 from vlora.errors import ServerError
+from vlora.launcher.processes import describe_loading
 from vlora.launcher.repository import ServerOptions, default_repository
 from vlora.launcher.server import TritonServer
 
@@ -116,9 +117,22 @@ def test_a_model_that_loads_for_long_is_waited_for_and_reported(
     assert re.fullmatch(loading, reports[-1])
 
 
-def test_a_start_that_exceeds_its_time_limit_ends_the_server(tmp_path: Path) -> None:
+def test_a_start_that_exceeds_its_time_limit_ends_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time passes when the model has begun to load."""
     options = ServerOptions(repository=slow_model(tmp_path, seconds=600), start_seconds=3)
     server = TritonServer(options)
+    first = iter([0.0])
+
+    class LateClock:
+        sleep = staticmethod(time.sleep)
+
+        @staticmethod
+        def monotonic() -> float:
+            return next(first, 3.0 * ("slow (" in describe_loading(server.pid)))
+
+    monkeypatch.setattr("vlora.launcher.server.time", LateClock)
     with pytest.raises(ServerError, match=r"not ready within 3 s \(--start-timeout\): slow \("):
         server.open()
     assert server.poll() is not None

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from http.client import HTTPConnection
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -131,7 +131,8 @@ def test_serve_restarts_a_crashed_server_and_drains_on_sigterm(folders: list[str
     chosen = choose_ports({"http_port": 0, "grpc_port": 0, "metrics_port": 0})
     http, grpc, metrics = map(str, chosen.values())
     ports = ["--http-port", http, "--grpc-port", grpc, "--metrics-port", metrics]
-    process = serve(*folders, *ports, "--restart", "--grace", "600")
+    one_at_a_time = ("--set", "max_num_seqs=1")
+    process = serve(*folders, *ports, "--restart", "--grace", "600", *one_at_a_time)
     output = output_until(process, "Press Ctrl-C to stop")
     assert "ready in" in output
     assert {f"HTTP      127.0.0.1:{http}", f"gRPC      127.0.0.1:{grpc}"} <= set(
@@ -161,10 +162,14 @@ def test_serve_restarts_a_crashed_server_and_drains_on_sigterm(folders: list[str
             question["return_num_output_tokens"] = True
             with asker.streaming("lmm", **question) as responses:
                 first = next(responses)
-                process.send_signal(signal.SIGTERM)
-                output_until(process, "running ones get 600 s to finish")
-                for model in ("lmm", "lmm_unary", "video_analytics", "vision_encoder"):
-                    assert_refused(asker, model)
+                with ExitStack() as waiting:
+                    # The server does not end before it has refused the others.
+                    for _ in range(8):
+                        waiting.enter_context(asker.streaming("lmm", **question))
+                    process.send_signal(signal.SIGTERM)
+                    output_until(process, "running ones get 600 s to finish")
+                    for model in ("lmm", "lmm_unary", "video_analytics", "vision_encoder"):
+                        assert_refused(asker, model)
                 rest = list(responses)
             tokens = [each.outputs.get("num_output_tokens", 0) for each in (first, *rest)]
             assert sum(map(int, tokens)) == 900
@@ -226,7 +231,7 @@ def test_serve_restarts_its_gateway_and_ends_with_a_model(
 
     server, models = processes_of(process)
     models["vision_encoder"].kill()
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=300)
     assert "playground" not in output
     assert "CUDA" not in output
     assert "NVML" not in output
@@ -292,7 +297,7 @@ def test_serve_reports_a_wrong_option(
     folders: list[str], arguments: tuple[str, str], message: str
 ) -> None:
     process = serve(*folders, *FREE_PORTS, *arguments)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 1
     assert f"error: {message}" in output.replace("\n", " ")
     assert "Traceback" not in output
@@ -300,7 +305,7 @@ def test_serve_reports_a_wrong_option(
 
 def test_serve_warns_of_a_variable_that_nothing_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLORA_CUDA_LIBRARY", "/opt/library.so")
-    output, _ = serve("--http-port", "-1").communicate(timeout=60)
+    output, _ = serve("--http-port", "-1").communicate(timeout=300)
     expected = (
         "warning: nothing reads the environment variable VLORA_CUDA_LIBRARY; known are VLORA_"
     )

@@ -24,6 +24,7 @@ from benchmarks.lora_operators import (
     static_tiles,
 )
 from benchmarks.machine import Roofline, interleaved
+from tests.support.fakes import Clock
 from vlora.atmm.search.timing import Timing
 
 TOLERANCE = {"fp32": 2e-6, "bf16": 2e-2}
@@ -135,29 +136,32 @@ def test_a_timing_has_median_and_noise() -> None:
     assert timing.noise == pytest.approx(2 / 3)
 
 
-def test_a_slow_candidate_gets_fewer_samples_spread_over_the_rounds() -> None:
-    calls: list[str] = []
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Return the clock of the benchmarks, which the candidates advance."""
+    made = Clock(0.0)
+    monkeypatch.setattr(time, "perf_counter", made)
+    return made
 
-    def fast() -> None:
-        calls.append("fast")
 
-    def slow() -> None:
-        calls.append("slow")
-        time.sleep(0.01)
+def test_a_slow_candidate_gets_fewer_samples_spread_over_the_rounds(clock: Clock) -> None:
+    def take(seconds: float) -> None:
+        clock.now += seconds
 
-    timings = interleaved({"fast": fast, "slow": slow}, rounds=9, warm=False, budget=0.02)
+    candidates = {"fast": partial(take, 0.001), "slow": partial(take, 0.01)}
+    timings = interleaved(candidates, rounds=9, warm=False, budget=0.02)
     assert len(timings["fast"].samples) == 9
     assert len(timings["slow"].samples) == 3
     assert timings["slow"].median > timings["fast"].median
 
 
-def test_a_sample_with_a_lead_begins_with_a_call_that_does_not_count() -> None:
+def test_a_sample_with_a_lead_begins_with_a_call_that_does_not_count(clock: Clock) -> None:
     counts = {"short": 0, "long": 0}
 
     def take(name: str, first: float, second: float) -> None:
         counts[name] += 1
         # Every other call is slow, as if its code were not cached and its threads asleep.
-        time.sleep(first if counts[name] % 2 else second)
+        clock.now += first if counts[name] % 2 else second
 
     candidates = {
         "short": partial(take, "short", 0.004, 0.001),

@@ -105,7 +105,7 @@ def test_the_switch_benchmark_writes_all_summary_keys(
     )
     assert result.exit_code == 0, result.output
     summary = json.loads(out.read_text())["summary"]
-    assert 0 < summary["unmerge_us"] < 100
+    assert summary["unmerge_us"] > 0
     for suffix in ("", "_bf16"):
         assert summary["merge_vs_limit" + suffix] > 0
         assert 0 < summary["switch_p50_ms" + suffix] <= summary["switch_p99_ms" + suffix]

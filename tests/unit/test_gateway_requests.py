@@ -268,16 +268,20 @@ def test_a_long_body_is_parsed_beside_the_event_loop() -> None:
 
 def test_a_tenants_body_waits_for_one_body_of_another_tenant_at_most() -> None:
     parsed: list[bytes] = []
+    all_wait = threading.Event()
 
     async def parse_all() -> None:
         bodies = Bodies(GatewayOptions())
         sent = [(b"a", "a")] * 20 + [(b"b", "b")]
-        await asyncio.gather(
+        parsing = asyncio.gather(
             *(bodies.parse(bytearray(one * (LONG_BYTES + 1)), read, who) for one, who in sent)
         )
+        asyncio.get_running_loop().call_soon(all_wait.set)  # After the first step of each task.
+        await parsing
         bodies.close()
 
     def read(body: bytearray) -> None:
+        assert all_wait.wait(60)
         parsed.append(bytes(body[:1]))
 
     asyncio.run(parse_all())
@@ -595,7 +599,7 @@ def test_slow_files_of_one_tenant_delay_no_other_and_those_in_excess_are_unavail
     async def run() -> list[str]:
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        options = GatewayOptions(image_hosts=(f"localhost:{port}",), fetch_seconds=2.0)
+        options = GatewayOptions(image_hosts=(f"localhost:{port}",), fetch_seconds=60.0)
         loader, bodies = MediaLoader(options), Bodies(options)
 
         async def fetch(tenant: str, path: str) -> list[bytes]:
@@ -607,6 +611,9 @@ def test_slow_files_of_one_tenant_delay_no_other_and_those_in_excess_are_unavail
         await asyncio.sleep(0)
         assert await fetch("other", "fast") == [b"video"]
         assert not any(task.done() for task in slow)
+        loop = asyncio.get_running_loop()
+        clock = loop.time
+        loop.time = lambda: clock() + 60.0  # type: ignore[method-assign]
         errors = await asyncio.gather(*slow, return_exceptions=True)
         await loader.close()
         bodies.close()

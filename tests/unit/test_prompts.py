@@ -577,6 +577,6 @@ def test_any_text_gives_boxes_within_the_image(text):
 
 
 def test_hostile_text_takes_linear_time():
-    start = time.perf_counter()
+    start = time.process_time()
     parse_boxes("<ref>" * 20_000 + "<box>(" * 20_000 + '{"bbox_2d": [' * 20_000)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1

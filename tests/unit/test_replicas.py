@@ -96,9 +96,12 @@ def replica(made: list[FakeServer], statuses: list[Status]) -> Iterator[Replica]
 def test_a_replica_hands_over_when_it_is_restarted_and_finishes_when_it_is_stopped(
     replica: Replica, made: list[FakeServer], statuses: list[Status]
 ) -> None:
-    first = made[-1]
+    first, told = made[-1], threading.Event()
+    stop = first.stop
+    first.stop = lambda: told.wait(60) and stop()  # type: ignore[method-assign,assignment,return-value]
     replica.restart()
-    assert replica.status is not Status.SERVING, "Envoy is told before the drain begins"
+    assert replica.status is Status.DRAINING, "Envoy is told before the drain begins"
+    told.set()
     until(lambda: made[-1] is not first and replica.status is Status.SERVING)
     replica.stop()
     replica.join()

@@ -116,7 +116,7 @@ def test_closing_a_watch_waits_for_the_end_of_its_scan(monkeypatch: pytest.Monke
     monkeypatch.setattr(catalog, "LOOK_SECONDS", 0.01)
     watch = FolderWatch(find, lambda now: None)
     watch.start({})
-    assert scanning.wait(10)
+    assert scanning.wait(60)
     watch.close()
     assert ended.is_set()
 
@@ -408,7 +408,7 @@ def test_names_are_read_and_changed_while_an_error_is_being_written(
 
     def slow(*_: Any) -> str:
         writing.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         return " (slow)"
 
     monkeypatch.setattr(catalog, "known_names", slow)
@@ -421,7 +421,7 @@ def test_names_are_read_and_changed_while_an_error_is_being_written(
 
     asking = threading.Thread(target=ask)
     asking.start()
-    assert writing.wait(10)
+    assert writing.wait(60)
     write_adapter(harness.root / "a9", 9)
 
     def others() -> None:
@@ -430,7 +430,7 @@ def test_names_are_read_and_changed_while_an_error_is_being_written(
 
     other = threading.Thread(target=others, daemon=True)
     other.start()
-    other.join(10)
+    other.join(30)
     assert not other.is_alive(), "others wait for the error"
     assert harness.resident() == {"a9"}
     go_on.set()

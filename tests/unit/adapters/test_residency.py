@@ -196,7 +196,7 @@ def test_adapters_in_host_memory_are_packed_while_the_disk_is_slow(
     packed = threading.Event()
     harness.store.workers.on_post = packed.set
     harness.store.advance([harness.handle(5), harness.handle(0)])
-    assert packed.wait(10)
+    assert packed.wait(60)
     harness.store.apply()
     assert harness.resident() == {"a0"}
     blocked.allow.set()

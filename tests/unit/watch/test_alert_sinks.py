@@ -47,7 +47,7 @@ def delivery(folder: Path, **options: Any) -> Iterator[Delivery]:
     try:
         yield made
     finally:
-        made.close(5.0)
+        made.close(60.0)
 
 
 def message(number: int) -> bytes:
@@ -131,11 +131,13 @@ def test_lines_are_appended_to_a_file_that_may_be_renamed(tmp_path: Path) -> Non
 
 def test_lines_on_a_standard_output_that_nobody_reads_hold_up_nothing(tmp_path: Path) -> None:
     code = f"""
-import sys
+import sys, time
 from pathlib import Path
 from vlora.watch.sinks import Delivery, JsonLinesOptions
 sink = Delivery(JsonLinesOptions(kind="jsonl", name="log"), Path({str(tmp_path)!r}))
 sink.put(b"a short line")
+while not sink.counts()["sent"]:
+    time.sleep(0.01)
 sink.put(b"x" * 10**6)  # more than a pipe holds
 sink.close(0.5)
 print(sink.counts()["sent"], file=sys.stderr)
@@ -412,7 +414,7 @@ time.sleep(60)
         finally:
             os.kill(process.pid, signal.SIGKILL)
             process.wait()
-        until(lambda: dict(messages)["vlora/watch"] == b"offline", 10)
+        until(lambda: dict(messages)["vlora/watch"] == b"offline")
 
 
 def test_a_broker_that_refuses_the_password_is_told_without_it(
@@ -432,9 +434,12 @@ def test_a_broker_that_refuses_the_password_is_told_without_it(
             until(lambda: sink.counts()["sent"] == 1)
 
 
-def test_closing_does_not_wait_for_a_sink_that_hangs(tmp_path: Path) -> None:
+def test_closing_does_not_wait_for_a_sink_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sinks, "ANSWER_SECONDS", 60.0)
     released = threading.Event()
-    receiver = Hook(lambda body: 200 if released.wait(30) else 500)
+    receiver = Hook(lambda body: 200 if released.wait(60) else 500)
     try:
         url = f"http://127.0.0.1:{receiver.port}/"
         sink = Delivery(
@@ -442,9 +447,8 @@ def test_closing_does_not_wait_for_a_sink_that_hangs(tmp_path: Path) -> None:
         )
         sink.put(message(0))
         until(lambda: receiver.bodies)
-        start = time.monotonic()
         sink.close(0.3)
-        assert time.monotonic() - start < 5.0
+        assert sink._sent == sink._failures == 0, "the webhook has not answered"
         again = DiskQueue(tmp_path / "a.queue", 10, 1000)
         assert len(again) == 1
         again.close()
