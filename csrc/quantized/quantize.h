@@ -6,7 +6,8 @@
 namespace vlora::quantized {
 
 // A float matrix, and the memory of the quantized matrix that is made of it: int8 without zeros, or
-// int4 in rows with zeros. The largest int4 group has kMaxGroup values.
+// int4 in rows, whose zeros are all 8 if `zeros` is null. The largest int4 group has kMaxGroup
+// values.
 struct Quantization {
   Dtype dtype;
   const void* weights;  // [n, k]
@@ -26,7 +27,8 @@ constexpr int kMaxGroup = 128;
 
 // int8: the largest absolute value of a group becomes 127.
 //
-// int4: the range between the extremes of a group is divided into 15 steps. Then the zero and the
+// int4: the range between the extremes of a group, or without zeros the one around 0 that contains
+// it, is divided into 15 steps. Then the zero and the
 // scale with the smallest squared error for the rounded values are computed, and the values are
 // rounded again, kRefits times. The fit starts from the extremes times each of kRanges, and the
 // result with the smaller squared error is used. vlora/kernels/quantize.py is the same in

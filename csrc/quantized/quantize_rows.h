@@ -96,7 +96,8 @@ struct ZeroGrid {
   }
 };
 
-constexpr ZeroGrid kAnyZeros{kZeroStep, -64 * kZeroStep, 191 * kZeroStep}, kWholeZeros{1, 0, 15};
+constexpr ZeroGrid kAnyZeros{kZeroStep, -64 * kZeroStep, 191 * kZeroStep}, kWholeZeros{1, 0, 15},
+    kNoZeros{1, kMiddle, kMiddle};
 
 // Sums over the values of a group in each lane.
 struct Sums {
@@ -110,7 +111,9 @@ struct Sums {
 class Groups {
  public:
   // weights: R::kWidth groups of `size` weights, one after another.
-  Groups(const float* weights, int size) : size_(size), count_(R::all(float(size))) {
+  // symmetric: whether the fit starts from a range with 0 in its middle.
+  Groups(const float* weights, int size, bool symmetric)
+      : size_(size), count_(R::all(float(size))) {
     for (int lane = 0; lane < R::kWidth; lane += 4)
       for (int i = 0; i < size; i += 4) {
         Quad quads[4];
@@ -124,6 +127,7 @@ class Groups {
       const R w = column(i);
       low = min(low, w), high = max(high, w), sum = sum + w;
     }
+    if (symmetric) high = max(high, R::zero() - low), low = R::zero() - high;
     const R mean = sum * inverse_count();
     R rest = R::zero();
     for (int i = 0; i < size; ++i) {
@@ -212,7 +216,7 @@ class Groups {
 
   const int size_;
   const R count_;
-  R low_, high_;   // extremes of the weights and 0
+  R low_, high_;   // range from which the fit starts: extremes of the weights and 0
   R unit_;         // 1 / range
   R mean_, rest_;  // mean of the weights; sum of the centred weights, which rounding leaves
   float columns_[kMaxGroup * R::kWidth];  // column i has centred weight i of each group
@@ -233,14 +237,15 @@ VLORA_INLINE void pack_half_block(const float* weights, const Rounding& rounding
 }
 
 // Quantizes `count` weights of a row, those of at most R::kWidth groups of `size`. Writes the
-// groups' values, scales and zeros. Returns whether all weights are finite and not too large.
+// groups' values, scales and zeros, which may be null. Returns whether all weights are finite and
+// not too large.
 template <class T>
 bool quantize_int4(const T* row, int64_t count, int size, const ZeroGrid& grid, uint8_t* values,
                    float* scales, int8_t* zeros) {
   constexpr int kHalf = int(kMinGroup), kHalfBytes = kHalf / 2;
   float weights[kMaxGroup * R::kWidth];
   widen_weights(row, count, weights, int64_t(size) * R::kWidth);
-  const Groups groups(weights, size);
+  const Groups groups(weights, size, zeros == nullptr);
   const Fit fit = groups.best_fit(grid);
   float scale[R::kWidth], zero[R::kWidth], mean[R::kWidth], inverse[R::kWidth], offset[R::kWidth],
       range[R::kWidth];
@@ -252,7 +257,7 @@ bool quantize_int4(const T* row, int64_t count, int size, const ZeroGrid& grid, 
   bool finite = true;
   for (int group = 0; group < int(ceil_div(count, size)); ++group) {
     scales[group] = scale[group];
-    zeros[group] = int8_t((zero[group] - kMiddle) / kZeroStep);
+    if (zeros != nullptr) zeros[group] = int8_t((zero[group] - kMiddle) / kZeroStep);
     finite = finite && is_finite(mean[group]) && is_finite(scale[group]) && is_finite(range[group]);
     const Rounding rounding{R::all(inverse[group]), R::all(offset[group])};
     const int begin = group * (size / kHalf), end = std::min(halves, begin + size / kHalf);
@@ -297,16 +302,18 @@ int64_t quantize_rows_of(const Quantization& q, int64_t from, int64_t to) {
         finite = finite && is_finite(scales[group]);
       }
     } else {
-      int8_t* const zeros = q.zeros + row * groups;
+      int8_t* const zeros = q.zeros == nullptr ? nullptr : q.zeros + row * groups;
+      const ZeroGrid& stored = q.whole_zeros ? kWholeZeros : kAnyZeros;
+      const ZeroGrid& grid = zeros == nullptr ? kNoZeros : stored;
       const int64_t step = size * R::kWidth;
       for (int64_t k = 0; k < q.k; k += step)
-        finite &= quantize_int4(weights + k, std::min(step, q.k - k), int(size),
-                                q.whole_zeros ? kWholeZeros : kAnyZeros, values + k / 2,
-                                scales + k / size, zeros + k / size);
+        finite &=
+            quantize_int4(weights + k, std::min(step, q.k - k), int(size), grid, values + k / 2,
+                          scales + k / size, zeros == nullptr ? nullptr : zeros + k / size);
       // Groups after the end of the row.
       const int64_t used = ceil_div(q.k, size);
       std::fill(scales + used, scales + groups, 0.0f);
-      std::fill(zeros + used, zeros + groups, int8_t(0));
+      if (zeros != nullptr) std::fill(zeros + used, zeros + groups, int8_t(0));
     }
     if (!finite && first_bad < 0) first_bad = row;
   }

@@ -31,6 +31,7 @@ from tests.support import checkpoints
 from tests.support.checkpoints import make_checkpoint
 from tests.support.logits import logits_gap, save_decoder
 from tests.support.quantized_checkpoints import (
+    ACTIVATIONS,
     Layout,
     dequantize_folder,
     quantize_checkpoint,
@@ -225,6 +226,31 @@ DESCRIPTIONS: dict[str, tuple[dict[str, Any], str | None]] = {
         PACKED | {"config_groups": {"g": SCHEME | {"format": "int-quantized"}}},
         "'format' 'int-quantized' beside 'pack-quantized'",
     ),
+    **{
+        f"activations-{name}": (
+            PACKED | {"config_groups": {"g": SCHEME | {"input_activations": changed}}},
+            message,
+        )
+        for name, changed, message in (
+            ("token", ACTIVATIONS, None),
+            ("tensor", {"dynamic": True}, None),
+            ("groups", ACTIVATIONS | {"strategy": "group", "group_size": 128}, None),
+            ("small", ACTIVATIONS | {"strategy": "group", "group_size": 16}, "multiple of 32"),
+            ("static", ACTIVATIONS | {"dynamic": False}, "'dynamic' = False.*W8A8 and W4A8"),
+            ("static-by-default", {"num_bits": 8}, "'dynamic' = False"),
+            ("local", ACTIVATIONS | {"dynamic": "local"}, "'dynamic' = 'local'"),
+            ("fp8", ACTIVATIONS | {"type": "float"}, "'type' = 'float'"),
+            ("asymmetric", ACTIVATIONS | {"symmetric": False}, "'symmetric' = False"),
+            ("4-bits", ACTIVATIONS | {"num_bits": 4}, "'num_bits' = 4"),
+            ("unknown", ACTIVATIONS | {"clip": 0.9}, "'clip' = 0.9"),
+            ("text", "dynamic", "'input_activations': 'dynamic'"),
+        )
+    },
+    "activations-grouped-weights": (
+        Layout("compressed-tensors", 8, 64, symmetric=True, dynamic=True).config,
+        "weights of int8 in groups of 64",
+    ),
+    "zeros-in-bytes": (Layout("compressed-tensors", packed=False).config, "4 bits in int-quantiz"),
     "gptq-dynamic": (Layout("gptq").config | {"dynamic": {"-:.*down": {}}}, "'dynamic'"),
     "gptq-marlin": (Layout("gptq").config | {"is_marlin_format": True}, "'is_marlin_format'"),
     "gptq-words": (Layout("gptq").config | {"pack_dtype": "int64"}, "'pack_dtype' = 'int64'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlavaForConditionalGeneration
+from transformers import LlamaForCausalLM, LlavaForConditionalGeneration, PreTrainedModel
+from typer.testing import CliRunner
 
 from benchmarks import llava
 from tests.support.logits import (
@@ -28,18 +30,23 @@ from tests.support.quantized_checkpoints import (
     LINEAR,
     VISION,
     Layout,
+    dequantize_folder,
     quantize_checkpoint,
     quantized_parts_of,
+    rounded_inputs,
 )
 from tests.support.small_adapter import edit_tensors
+from vlora.cli import app
 from vlora.config import Options
 from vlora.engine.engine import Engine
+from vlora.engine.parts import load_parts
 from vlora.errors import InvalidArgument
 from vlora.ids import BASE
 from vlora.kernels.formats import Format
 from vlora.kernels.quantize import quantize
 from vlora.kernels.quantized import allocate, dequantize
-from vlora.model.decoder_config import load_config
+from vlora.model.decoder_config import load_config, quantization_of
+from vlora.model.folder_checks import check_folder
 from vlora.model.loader import find_weights
 from vlora.model.quantization_config import stored_quantization
 from vlora.model.quantized_checkpoint import read_quantized
@@ -78,6 +85,149 @@ def test_published_layouts_equal_the_dequantized_model(
     model.load_state_dict(exact, strict=False)
     assert any(not torch.equal(original[key], value) for key, value in exact.items())
     assert logits_gap(model, tmp_path) <= TOLERANCE
+
+
+W8A8 = Layout("compressed-tensors", bits=8, group=-1, symmetric=True, dynamic=True)
+W4A8 = Layout("compressed-tensors", group=128, symmetric=True, dynamic=True)
+# Layouts that are served with quantized activations, each with the option that asks for it.
+DYNAMIC: dict[str, tuple[Layout, str | None]] = {
+    "w8a8": (W8A8, None),
+    "w8a8-tensor": (replace(W8A8, per_tensor=True), None),
+    "w4a8": (W4A8, None),
+    "w4a8-zeros": (replace(W4A8, group=32, symmetric=False), None),
+    "w4a8-in-bytes": (replace(W4A8, packed=False), None),
+    "w4a8-channels": (replace(W4A8, group=-1), None),
+    "gptq-8-bits": (Layout("gptq", bits=8, group=-1, symmetric=True), "int8-dynamic"),
+    **{name: (LAYOUTS[name], "int8-dynamic") for name in ("int8-channels", "int8-tensor")},
+    **{name: (LAYOUTS[name], "int4-dynamic") for name in ("gptq-reordered", "awq", "packed")},
+}
+
+
+def save_outliers(checkpoint: Path, folder: Path) -> PreTrainedModel:
+    """Save a decoder some of whose activations are much larger than the others, as in real ones."""
+    model = save_decoder(checkpoint, folder, hidden_size=256, intermediate_size=512)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data[::50] *= 20
+    model.save_pretrained(folder)
+    return model
+
+
+def check_rounded_inputs(
+    exact: PreTrainedModel, folder: Path, *, reordered: bool = False, **options: Any
+) -> None:
+    """Check that the logits of a folder differ from those of the model with its weights in floats
+    by the rounding of activations, and by less than with one scale for each token.
+
+    reordered: whether the inputs in a group are not adjacent.
+    """
+    form = quantization_of(Options(model=folder, **options), load_config(folder))
+    assert form is not None
+    assert form.dynamic
+    asked: list[torch.Tensor] = []
+    record = exact.register_forward_pre_hook(lambda _, inputs: asked.append(inputs[0]))
+    gap = logits_gap(exact, folder, **options)
+    record.remove()
+    with torch.inference_mode():
+        expected = [exact(ids).logits for ids in asked]
+        with rounded_inputs(exact):
+            by_token = [exact(ids).logits for ids in asked]
+    pairs = zip(expected, by_token, strict=True)
+    assert 10 * TOLERANCE < gap < max(float((a - b).abs().max()) for a, b in pairs)
+    if reordered:
+        return
+    with rounded_inputs(exact, form.activation_group):
+        assert logits_gap(exact, folder, **options) < gap / 2
+
+
+@pytest.mark.parametrize("name", DYNAMIC)
+def test_quantized_activations_are_closer_to_floats_than_with_a_scale_for_each_token(
+    name: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    layout, quantization = DYNAMIC[name]
+    model = save_outliers(checkpoint, tmp_path)
+    model.load_state_dict(quantize_checkpoint(tmp_path, layout), strict=False)
+    check_folder(tmp_path, Options(quantization=quantization))
+    check_rounded_inputs(model, tmp_path, reordered=layout.reordered, quantization=quantization)
+
+
+@pytest.mark.parametrize("layout", [W8A8, W4A8], ids=["int8", "int4"])
+def test_an_option_turns_quantized_activations_off(
+    layout: Layout, checkpoint: Path, tmp_path: Path
+) -> None:
+    model = save_outliers(checkpoint, tmp_path)
+    model.load_state_dict(quantize_checkpoint(tmp_path, layout), strict=False)
+    assert logits_gap(model, tmp_path, quantization=f"int{layout.bits}") <= 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("quantization", ["int8-dynamic", "int4-dynamic"])
+def test_a_folder_that_is_quantized_with_its_activations_is_served_so(
+    quantization: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    source, out, exact = (tmp_path / name for name in ("source", "out", "exact"))
+    save_outliers(checkpoint, source)
+    command = ["models", "quantize", str(source), str(out), "--quantization", quantization]
+    for arguments in (command, ["models", "check", str(out)]):
+        done = CliRunner().invoke(app, arguments)
+        assert (done.exit_code, done.output[:2]) == (0, "ok"), done.output
+    dequantize_folder(out, exact)
+    floats = LlamaForCausalLM.from_pretrained(exact, dtype=torch.float32).eval()
+    check_rounded_inputs(floats, out)
+    if quantization == "int8-dynamic":
+        stored, at_load = Options(model=out), Options(model=source, quantization=quantization)
+        slabs = [load_parts(options, {}).slab for options in (stored, at_load)]
+        assert slabs[0].digest() == slabs[1].digest()
+
+
+@pytest.mark.parametrize("quantization", ["int8-dynamic", "int4-dynamic"])
+def test_transformers_reads_a_folder_that_is_quantized_with_its_activations(
+    quantization: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("compressed_tensors", reason="the package is not installed")
+    source, out, exact = (tmp_path / name for name in ("source", "out", "exact"))
+    save_outliers(checkpoint, source)
+    arguments = ["models", "quantize", str(source), str(out), "--quantization", quantization]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    dequantize_folder(out, exact)
+    kind, ids = LlamaForCausalLM, torch.arange(3, 40)[None]
+    theirs, floats = (kind.from_pretrained(f, dtype=torch.float32).eval() for f in (out, exact))
+    with torch.inference_mode():
+        answer, expected = theirs(ids).logits, floats(ids).logits
+        with rounded_inputs(floats):
+            rounded = floats(ids).logits
+    assert (answer - rounded).square().mean() < (answer - expected).square().mean() / 4
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "message"),
+    [
+        ("awq", {"quantization": "int8"}, "awq as int4 .*; set it to 'int4' or 'int4-dynamic', r"),
+        ("gptq-8-bits", {"quantization": "int8-dynamic"}, "in groups of 32; set it to 'int8', r"),
+        ("packed-8-bits", {"quantization": "int8-dynamic"}, "groups of 64; set it to 'int8', r"),
+        (
+            "awq",
+            {"quantization": "int4-dynamic", "quantization_group_size": 128},
+            "'quantization_group_size' = 128, .* in groups of 64; remove the key",
+        ),
+    ],
+)
+def test_options_that_do_not_fit_a_quantized_checkpoint_are_refused_before_a_server_starts(
+    layout: str, options: dict[str, Any], message: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    save_decoder(checkpoint, tmp_path)
+    quantize_checkpoint(tmp_path, LAYOUTS[layout])
+    check_folder(tmp_path)
+    started = time.perf_counter()
+    with pytest.raises(InvalidArgument, match=message):
+        check_folder(tmp_path, Options(**options))
+    assert time.perf_counter() - started < 1
+    with pytest.raises(InvalidArgument, match=message):
+        Engine(Options(model=tmp_path, **options))
+    if "quantization_group_size" not in options:
+        chosen = ["--quantization", options["quantization"]]
+        done = CliRunner().invoke(app, ["models", "check", str(tmp_path), *chosen])
+        assert done.exit_code == 1
+        assert "'quantization' = " in done.output
 
 
 COMPRESSED = {name: layout for name, layout in LAYOUTS.items() if layout.method[0] == "c"}
@@ -265,9 +415,6 @@ def test_a_quantized_checkpoint_is_refused_where_its_floats_are_needed(
     quantize_checkpoint(tmp_path, Layout("awq"))
     with pytest.raises(InvalidArgument, match="quantized by awq; this operation needs weights"):
         find_weights(tmp_path, load_config(tmp_path))
-    stored = "stored by awq as int4 in groups of 32; remove the key"
-    with pytest.raises(InvalidArgument, match=stored):
-        Engine(Options(model=tmp_path, quantization="int8"))
 
 
 def test_missing_and_misshapen_parts_are_named(checkpoint: Path, tmp_path: Path) -> None:

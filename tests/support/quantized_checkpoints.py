@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,20 @@ AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
 """Outputs that AWQ stores in 32 bits, from the lowest four bits on."""
 LINEAR = re.compile(r"(.*layers\.\d+\..*_proj)\.weight$")
 VISION = "vision"
+ACTIVATIONS = {
+    "num_bits": 8,
+    "type": "int",
+    "symmetric": True,
+    "strategy": "token",
+    "dynamic": True,
+    "group_size": None,
+    "actorder": None,
+    "block_structure": None,
+    "scale_dtype": None,
+    "observer": "memoryless",
+    "observer_kwargs": {},
+}
+"""Description of quantized activations, as llm-compressor writes it for W8A8 and W4A8."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +45,9 @@ class Layout:
 
     group: number of inputs that share a scale, −1 for all. symmetric: whether all zeros are the
     middle value. reordered: whether the inputs of a group need not be adjacent. version: version of
-    GPTQ's zeros. packed: whether compressed-tensors packs 8 bits, too.
+    GPTQ's zeros. packed: whether compressed-tensors packs the values; by default only those of 4
+    bits. dynamic: whether activations are quantized, too; scales and keys are then those of
+    published checkpoints of several versions.
     """
 
     method: str
@@ -41,7 +57,12 @@ class Layout:
     reordered: bool = False
     version: str = "gptq"
     per_tensor: bool = False
-    packed: bool = False
+    packed: bool | None = None
+    dynamic: bool = False
+
+    @property
+    def is_packed(self) -> bool:
+        return self.bits == 4 if self.packed is None else self.packed
 
     @property
     def config(self) -> dict[str, Any]:
@@ -64,24 +85,24 @@ class Layout:
                 "version": "gemm",
             }
         strategy = "tensor" if self.per_tensor else "channel" if self.group < 0 else "group"
+        weights = {
+            "num_bits": self.bits,
+            "type": "int",
+            "symmetric": self.symmetric,
+            "strategy": strategy,
+            "group_size": self.group if strategy == "group" else None,
+        }
+        scheme = {"targets": ["Linear"], "input_activations": None, "weights": weights}
+        if self.dynamic:
+            scheme |= {"output_activations": None, "input_activations": ACTIVATIONS}
+            weights |= {"dynamic": False, "actorder": None, "block_structure": None}
+            weights |= {"observer": "mse", "observer_kwargs": {}, "zp_dtype": "torch.int8"}
         return {
             "quant_method": "compressed-tensors",
-            "format": "pack-quantized" if self.bits == 4 or self.packed else "int-quantized",
+            "format": "pack-quantized" if self.is_packed else "int-quantized",
             "quantization_status": "compressed",
-            "ignore": ["lm_head"],
-            "config_groups": {
-                "group_0": {
-                    "targets": ["Linear"],
-                    "input_activations": None,
-                    "weights": {
-                        "num_bits": self.bits,
-                        "type": "int",
-                        "symmetric": self.symmetric,
-                        "strategy": strategy,
-                        "group_size": self.group if strategy == "group" else None,
-                    },
-                }
-            },
+            "ignore": ["lm_head", "re:.*vision_tower.*", "re:.*multi_modal_projector.*"],
+            "config_groups": {"group_0": scheme},
         }
 
 
@@ -100,7 +121,7 @@ def quantize_checkpoint(folder: Path, layout: Layout) -> dict[str, torch.Tensor]
         if depth not in orders:  # projections with the same input share its order
             orders[depth] = rng.permutation(depth) if layout.reordered else np.arange(depth)
         parts, exact[key] = _quantize(weight.float().numpy(), layout, orders[depth])
-        stored |= {f"{match[1]}.{name}": torch.from_numpy(part) for name, part in parts.items()}
+        stored |= {f"{match[1]}.{name}": torch.as_tensor(part) for name, part in parts.items()}
     save_file(stored, file, {"format": "pt"})
     config = folder / "config.json"
     described = json.loads(config.read_text()) | {"quantization_config": layout.config}
@@ -112,12 +133,12 @@ def quantized_parts_of(weight: Any, layout: Layout) -> dict[str, Callable[[], to
     """Return functions that read the stored parts of a matrix, with adjacent groups."""
     parts, _ = _quantize(weight, layout, np.arange(weight.shape[1]))
     # Each call returns a new tensor, as from a file.
-    return {name: partial(torch.tensor, part) for name, part in parts.items()}
+    return {name: torch.as_tensor(part).clone for name, part in parts.items()}
 
 
 def dequantize_folder(folder: Path, exact: Path) -> None:
-    """Copy a folder in `pack-quantized`, and replace its weights by the floats that they represent,
-    all in one file.
+    """Copy a folder of `vlora models quantize`, and replace its weights by the floats that they
+    represent, all in one file.
     """
     shutil.copytree(folder, exact)
     config = json.loads((exact / "config.json").read_text())
@@ -135,7 +156,33 @@ def dequantize_folder(folder: Path, exact: Path) -> None:
             for part in ("packed", "shape", "scale", "zero_point")
         }
         tensors[weight] = torch.from_numpy(_dequantized(parts, scheme["weights"]["num_bits"]))
+    for key in [key for key in tensors if key.endswith(".weight_scale")]:  # not packed
+        weight = key.removesuffix("_scale")
+        tensors[weight] = tensors[weight].float() * tensors.pop(key).float()
     save_file(tensors, exact / "model.safetensors", {"format": "pt"})
+
+
+@contextmanager
+def rounded_inputs(model: torch.nn.Module, group: int | None = None) -> Iterator[None]:
+    """Round the inputs of the decoder's matrices to int8, with a scale for each `group` of them, or
+    for each token, as published checkpoints describe it and compressed-tensors computes it.
+    """
+
+    def rounded(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        (x,) = inputs
+        size = group or x.shape[-1]
+        groups = torch.nn.functional.pad(x, (0, -x.shape[-1] % size)).unflatten(-1, (-1, size))
+        units = groups.abs().amax(-1, keepdim=True) / (127 if group else 127.5)
+        return ((groups / units).round().clamp(-128, 127) * units).flatten(-2)[..., : x.shape[-1]]
+
+    hooks = [
+        module.register_forward_pre_hook(rounded)
+        for name, module in model.named_modules()
+        if LINEAR.match(f"{name}.weight") and VISION not in name
+    ]
+    yield
+    for hook in hooks:
+        hook.remove()
 
 
 def _dequantized(parts: dict[str, Any], bits: int) -> Any:
@@ -171,6 +218,8 @@ def _quantize(weight: Any, layout: Layout, order: Any) -> tuple[dict[str, Any], 
         else:
             scale = (high - low) / levels
         scales[:, group] = scale[:, 0]
+        if layout.dynamic:  # They are stored as bfloat16, which has three bits less.
+            scales.view(np.uint16)[:, group] &= 0xFFF8
         scale = scales[:, group, None].astype(np.float32)
         if not layout.symmetric:
             zeros[:, group] = np.clip(np.round(-low / scale), 0, levels)[:, 0]
@@ -205,9 +254,14 @@ def _parts(values: Any, scales: Any, zeros: Any, group_of: Any, layout: Layout) 
         }
     if layout.per_tensor:
         scales = scales[:1, 0].copy()
-    parts = {"weight_scale": scales.astype(np.float32)}
-    if bits == 8 and not layout.packed:
-        return parts | {"weight": (values - 128).astype(np.int8)}
+    parts: dict[str, Any] = {"weight_scale": scales.astype(np.float32)}
+    if layout.dynamic:
+        parts["weight_scale"] = torch.from_numpy(parts["weight_scale"]).bfloat16()
+    if not layout.is_packed:
+        middle = 2 ** (bits - 1)
+        if layout.dynamic:  # Some versions store zeros of symmetric weights.
+            parts["weight_zero_point"] = (zeros - middle).astype(np.int8)
+        return parts | {"weight": (values - middle).astype(np.int8)}
     parts |= {"weight_packed": _pack(values, bits), "weight_shape": np.array(values.shape)}
     if not layout.symmetric:
         parts["weight_zero_point"] = _pack(zeros.T, 4).T.copy()

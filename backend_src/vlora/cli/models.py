@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,7 +12,7 @@ from vlora.atomic_file import check_absent
 from vlora.cli import common
 from vlora.config import Options
 from vlora.errors import InvalidArgument
-from vlora.kernels.formats import GROUPS, Format
+from vlora.kernels.formats import GROUPS
 from vlora.model.folder_checks import check_device, check_folder, read_object
 from vlora.model.weight_files import weight_files
 
@@ -19,21 +20,23 @@ app = typer.Typer(cls=common.Group, help="Check and quantize checkpoints.", add_
 
 Folder = Annotated[Path, typer.Argument(help="Folder of the checkpoint.")]
 Out = Annotated[Path, typer.Argument(help="New folder for the quantized checkpoint.")]
-Quantization = Annotated[
-    Literal["int4", "int8"], common.option(None, "Type of the decoder's linear layers.")
-]
+Type = Literal["int4", "int8", "int4-dynamic", "int8-dynamic"]
+Quantization = Annotated[Type, common.option(None, "Type of the decoder's linear layers.")]
 GroupSize = Annotated[
     int, common.option("INPUTS", "Inputs of an output that share a scale in int4: 32, 64 or 128.")
+]
+ServedAs = Annotated[
+    Type | None, common.option(None, "Type that it is to be served as, as in model.json.")
 ]
 Device = Annotated[str, common.option("DEVICE", "Device that it is to run on, as in model.json.")]
 
 
 @app.command("check", cls=common.Command)
-def check(folder: Folder, device: Device = Options.device) -> None:
+def check(folder: Folder, device: Device = Options.device, quantization: ServedAs = None) -> None:
     """Check a checkpoint's files, as `vlora serve` does before it starts a server."""
     with common.report_errors():
         common.check_checkpoint(folder)
-        check_folder(folder)
+        check_folder(folder, Options(quantization=quantization))
         check_device(device)
         kind, files = read_object(folder / "config.json")["model_type"], weight_files(folder)
     common.print_plain(f"ok  {folder}: {kind}, {common.counted(len(files), 'weight file')}")
@@ -58,15 +61,16 @@ def quantize(
         check_folder(folder)
         if group_size not in GROUPS:
             raise InvalidArgument(f"--group-size {group_size} must be 32, 64 or 128")
-        if quantization == "int8" and group_size != GROUPS[0]:
+        if quantization.startswith("int8") and group_size != GROUPS[0]:
             raise InvalidArgument(f"--group-size {group_size} is for int4 alone; leave it out")
         check_absent(out)
         # Imported here because they import torch, which takes seconds.
-        from vlora.model.decoder_config import load_config
+        from vlora.model.decoder_config import format_of, load_config
         from vlora.offline.quantize import quantize_folder
 
-        is_int4 = quantization == "int4"
-        form = Format(4, group_size, zeros=True) if is_int4 else Format(8, None)
+        form = format_of(quantization, group_size)
+        if form.dynamic:
+            form = replace(form, zeros=False)
         with common.progress() as progress:
             before, after = quantize_folder(folder, out, load_config(folder), form, progress)
     sizes = f"weights of {before / 1e9:.3g} GB became {after / 1e9:.3g} GB"

@@ -174,7 +174,7 @@ def serve(
             model, adapters, repository, options_file, settings or ()
         )
         options = configured.options
-        check_folder(options.model)
+        check_folder(options.model, options)
         check_device(options.device)
         server_options = ServerOptions(
             repository=configured.repository,

@@ -5,11 +5,13 @@ The integers, scales and zeros are chosen by the weights alone. No data is run t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from vlora import backends, native
 from vlora.backends import Backend
-from vlora.kernels.quantized import ZERO_STEPS, QuantizedWeight
+from vlora.kernels.quantized import SYMMETRIC_ZERO, ZERO_STEPS, QuantizedWeight
 
 # Number of weights that are converted to fp32 together if the kernel does not read their type.
 CONVERTED_AT_ONCE = 1 << 20
@@ -22,6 +24,8 @@ REFITS = 2
 QUANTIZED_AT_ONCE = 1 << 17
 # Values 0 … 15, [rows, groups, group], and scales and zeros, [rows, groups].
 Int4Groups = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+# Function that returns the nearest zeros that can be stored.
+Storable = Callable[[torch.Tensor], torch.Tensor]
 
 
 def quantize(
@@ -33,21 +37,19 @@ def quantize(
 ) -> None:
     """Quantize a matrix [d_out, d_in], and write it to `into`, which must not be in panels.
 
-    For int8, the largest absolute value of a group becomes 127. For int4, which must have zeros,
-    the range of a group is divided into 15 steps. Then the zero and the scale with the smallest
-    squared error are computed, and the values are rounded again. The better result of this and of a
-    narrower range is used. Magnitudes below 1e-36 may become 0.
+    For int8, the largest absolute value of a group becomes 127. For int4, the range of a group (or
+    without zeros the one around 0 that contains it) is divided into 15 steps. Then the zero and the
+    scale with the smallest squared error are computed, and the values are rounded again. The better
+    result of this and of a narrower range is used. Magnitudes below 1e-36 may become 0.
 
     weight: of any float type, on the CPU.
     whole_zeros: whether the zeros of int4 must be integers from 0 to 15, as files can store them.
         The squared error is larger: for normal weights by 13 % in groups of 32, by 2.5 % in groups
         of 128.
 
-    Raises ValueError for int4 without zeros, for another shape than that of `into`, and for weights
-    that are not finite or are too large. `into` is then undefined.
+    Raises ValueError for another shape than that of `into`, and for weights that are not finite or
+    are too large. `into` is then undefined.
     """
-    if into.format.bits == 4 and not into.format.zeros:
-        raise ValueError(f"{into.format} cannot be quantized; int4 needs zeros")
     if weight.shape != into.shape:
         raise ValueError(f"weight {tuple(weight.shape)} must be {into.shape}")
     assert not into.panel_rows
@@ -98,8 +100,11 @@ def quantize_reference(
             scales, zeros = grouped.abs().amax(dim=2) / 127, None
             values = (grouped / _divisor(scales)[..., None]).round_()
         else:
-            values, scales, zeros = _best_int4(grouped, whole_zeros)
+            storable = (_whole if whole_zeros else _storable) if into.format.zeros else _symmetric
+            values, scales, zeros = _best_int4(grouped, storable)
         ranges = grouped.amax(dim=2) - grouped.amin(dim=2)
+        if into.format.bits == 4 and not into.format.zeros:
+            ranges = 2 * grouped.abs().amax(dim=2)
         good = part.isfinite().all(dim=1) & (scales + ranges).isfinite().all(dim=1)
         bad = torch.nonzero(~good)
         if len(bad):
@@ -108,14 +113,17 @@ def quantize_reference(
     return None
 
 
-def _best_int4(grouped: torch.Tensor, whole_zeros: bool) -> Int4Groups:
+def _best_int4(grouped: torch.Tensor, storable: Storable) -> Int4Groups:
     """Return the better fit of each group, with the operations of the kernel in the same order."""
     columns = grouped.permute(2, 0, 1).contiguous()
     high, low = columns.amax(dim=0).clamp_min_(0), columns.amin(dim=0).clamp_max_(0)
+    if storable is _symmetric:
+        high = torch.maximum(high, -low)
+        low = -high
     mean = _total(columns) / len(columns)
     columns -= mean
     rest = _total(columns)
-    fits = [_fitted_int4(columns, low * r, high * r, mean, rest, whole_zeros) for r in RANGES]
+    fits = [_fitted_int4(columns, low * r, high * r, mean, rest, storable) for r in RANGES]
     unit = 1 / _divisor(high - low)
     (*best, products), *others = fits
     gain = products * unit * (best[1] * unit)
@@ -132,7 +140,7 @@ def _fitted_int4(
     high: torch.Tensor,
     mean: torch.Tensor,
     rest: torch.Tensor,
-    whole_zeros: bool,
+    storable: Storable,
 ) -> tuple[torch.Tensor, ...]:
     """Return values, scales and zeros of groups whose fit starts from a range. The last result
     times the scales is the sum of the squared weights less that of the squared errors.
@@ -140,7 +148,6 @@ def _fitted_int4(
     columns: [group, rows, groups], weights less `mean`, the mean of their group. So are the values.
     rest: sums of `columns`, which rounding leaves.
     """
-    storable = _whole if whole_zeros else _storable
     count = len(columns)
     scales = (high - low) / 15
     zeros = storable(-low / _divisor(scales))
@@ -172,6 +179,10 @@ def _storable(zeros: torch.Tensor) -> torch.Tensor:
 
 def _whole(zeros: torch.Tensor) -> torch.Tensor:
     return zeros.round().clamp_(0, 15)
+
+
+def _symmetric(zeros: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(zeros, SYMMETRIC_ZERO)
 
 
 def _divisor(scales: torch.Tensor) -> torch.Tensor:

@@ -123,21 +123,21 @@ def dtype_of(requested: str, folder: Path) -> torch.dtype:
 
 def quantization_of(options: Options, config: DecoderConfig) -> Format | None:
     """Return the format in which the target matrices are kept in memory; None for floats. Raises
-    InvalidArgument if the options ask to quantize a quantized checkpoint.
+    InvalidArgument if a quantized checkpoint has another format than the options ask for.
     """
-    stored = config.quantization
+    if config.quantization is not None:
+        return config.quantization.in_memory(options)
     if options.quantization is None:
-        return None if stored is None else stored.form
-    if stored is not None:
-        raise InvalidArgument(
-            f"'quantization' = '{options.quantization}', but the checkpoint is stored by"
-            f" {stored.method} as {stored.form.name}; remove the key 'quantization' to serve the"
-            " stored weights, or name the float checkpoint that they were made from"
-        )
-    weights, _, activations = options.quantization.partition("-")
+        return None
+    return format_of(options.quantization, options.quantization_group_size)
+
+
+def format_of(quantization: str, group_size: int) -> Format:
+    """Return the format in which a float checkpoint is quantized with these options."""
+    weights, _, activations = quantization.partition("-")
     if weights == "int8":
         return Format(8, None, dynamic=bool(activations))
-    return Format(4, options.quantization_group_size, zeros=True, dynamic=bool(activations))
+    return Format(4, group_size, zeros=True, dynamic=bool(activations))
 
 
 def lm_head_format(matrices: Format | None, config: DecoderConfig) -> Format | None:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from vlora.config import Options
 from vlora.errors import InvalidArgument, shown
 from vlora.model.multimodal import MULTIMODAL, refusal
 from vlora.model.quantization_config import StoredQuantization, stored_quantization
@@ -111,8 +112,9 @@ def end_tokens(folder: Path) -> tuple[int, ...] | None:
     return tuple(ids)
 
 
-def check_folder(folder: Path) -> None:
-    """Raise InvalidArgument, in a sentence that names the file, if a checkpoint cannot be served.
+def check_folder(folder: Path, options: Options | None = None) -> None:
+    """Raise InvalidArgument, in a sentence that names the file, if a checkpoint cannot be served,
+    or cannot be with the options of quantization in `options`.
 
     Keys that the files leave to transformers' defaults are checked when the model is loaded.
     """
@@ -121,6 +123,8 @@ def check_folder(folder: Path) -> None:
         raise InvalidArgument(f"model: {folder}: {problem}")
     try:
         quantization = stored_quantization(described_quantization(config))
+        if quantization is not None and options is not None:
+            quantization.in_memory(options)
     except InvalidArgument as error:
         raise InvalidArgument(f"model: {folder}: {error}") from None
     end_tokens(folder)

@@ -119,9 +119,14 @@ def _compressed(parts: Parts, stored: StoredQuantization, where: str) -> StoredM
     groups = None
     if "weight_g_idx" in parts:
         groups = _part(parts, "weight_g_idx", torch.int32, where, (1,))
-    if stored.bits == 8 and "weight_packed" not in parts:
+    if "weight_packed" not in parts:
         values = _part(parts, "weight", torch.int8, where)
-        values = values.view(torch.uint8) if groups is None else values.int() + middle
+        if stored.bits == 4 or groups is not None:
+            values = values.int() + middle
+            if stored.bits == 4 and (values & ~15).any():
+                raise ValueError("'weight' has integers beyond -8 to 7")
+        else:
+            values = values.view(torch.uint8)
     else:
         values = _part(parts, "weight_packed", torch.int32, where)
         if groups is not None:

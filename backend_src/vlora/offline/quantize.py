@@ -1,7 +1,7 @@
 """Quantization of a checkpoint folder, in a layout that vLLM and transformers read, too.
 
-It is `pack-quantized` of compressed-tensors, also for 8 bits: vLLM reads `int-quantized` only with
-quantized activations. Matrices are read and written one by one.
+It is `pack-quantized` of compressed-tensors, also for 8 bits, but `int-quantized` for 8 bits with
+quantized activations: vLLM expects so. Matrices are read and written one by one.
 """
 
 from __future__ import annotations
@@ -126,7 +126,8 @@ def quantize_folder(
     """Write the checkpoint in `source`, with the decoder's linear layers quantized, to the new
     folder `out`. Return the sizes of the weights before and after, in bytes.
 
-    form: int4 with zeros, or int8 with one scale for each output.
+    form: int4, or int8 with one scale for each output. If it is dynamic, the copy's description
+        quantizes activations, too. vLLM and transformers then read no zeros.
     progress: called with a description of each step.
 
     Raises InvalidArgument if `out` exists or is in `source`, if the disk is too small, or if the
@@ -158,17 +159,28 @@ def quantize_folder(
 
 def description(form: Format) -> dict[str, Any]:
     """Return the value of `quantization_config` in `config.json`."""
+    activations = {
+        "num_bits": 8,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "token",
+        "dynamic": True,
+    }
+    layout = "int-quantized" if _in_bytes(form) else "pack-quantized"
     return {
         "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
+        "format": layout,
         "quantization_status": "compressed",
-        "dequantize": True,
+        # If transformers dequantizes weights at load, it does not quantize activations.
+        "dequantize": not form.dynamic,
         # All linear layers outside of the decoder, whatever a program calls the decoder.
         "ignore": ["re:.*lm_head", f"re:.*{TOWER.pattern}"],
         "config_groups": {
             "group_0": {
                 "targets": ["Linear"],
-                "input_activations": None,
+                # compressed-tensors would guess another one for 4 bits with activations.
+                "format": layout,
+                "input_activations": activations if form.dynamic else None,
                 "output_activations": None,
                 "weights": {
                     "num_bits": form.bits,
@@ -194,16 +206,23 @@ def quantized_parts(weight: torch.Tensor, form: Format) -> dict[str, torch.Tenso
     matrix = allocate(form, rows, depth, torch.float32)
     quantize(weight, matrix, whole_zeros=True)
     groups = depth // (form.group or depth)
-    packed = in_order(matrix.values) if form.bits == 4 else matrix.values ^ 128
-    parts = {
-        "weight_packed": packed[:, : -(-depth * form.bits // 32) * 4].view(torch.int32),
-        "weight_shape": torch.tensor(weight.shape),
-        "weight_scale": matrix.scales[:, :groups].to(min(weight.dtype, torch.float32, key=_size)),
-    }
+    scales = matrix.scales[:, :groups].to(min(weight.dtype, torch.float32, key=_size))
+    parts = {"weight_scale": scales}
+    if _in_bytes(form):
+        parts["weight"] = matrix.values[:, :depth].view(torch.int8)
+    else:
+        packed = in_order(matrix.values) if form.bits == 4 else matrix.values ^ 128
+        words = packed[:, : -(-depth * form.bits // 32) * 4].view(torch.int32)
+        parts |= {"weight_packed": words, "weight_shape": torch.tensor(weight.shape)}
     if matrix.zeros is not None:
         zeros = SYMMETRIC_ZERO + matrix.zeros[:, :groups].int() // ZERO_STEPS
         parts["weight_zero_point"] = pack_words(zeros.T, form.bits).T
     return {name: part.contiguous() for name, part in parts.items()}
+
+
+def _in_bytes(form: Format) -> bool:
+    """Return whether the weights are stored in bytes, not packed into words."""
+    return form.bits == 8 and form.dynamic
 
 
 def _size(dtype: torch.dtype) -> int:
@@ -215,11 +234,12 @@ def _planned_parts(key: str, dtype: str, shape: tuple[int, int], form: Format) -
     rows, depth = shape
     groups, per_word = depth // (form.group or depth), 32 // form.bits
     scale = "F32" if dtype == "F64" else dtype
-    parts = {
-        "weight_packed": ("I32", [rows, -(-depth // per_word)], 4),
-        "weight_shape": ("I64", [2], 8),
-        "weight_scale": (scale, [rows, groups], FLOATS[scale].itemsize),
-    }
+    parts = {"weight_scale": (scale, [rows, groups], FLOATS[scale].itemsize)}
+    if _in_bytes(form):
+        parts["weight"] = ("I8", [rows, depth], 1)
+    else:
+        parts["weight_packed"] = ("I32", [rows, -(-depth // per_word)], 4)
+        parts["weight_shape"] = ("I64", [2], 8)
     if form.zeros:
         parts["weight_zero_point"] = ("I32", [-(-rows // per_word), groups], 4)
     return {
