@@ -88,6 +88,12 @@ void bind_quantized(py::module_& m) {
     const runtime::KernelCall call;
     return quantized::quantize(quantization, threads);
   });
+  m.def("pack_int4", [](uintptr_t stored, ptrdiff_t stride, int64_t bytes, uintptr_t values,
+                        int64_t n, int64_t row_bytes, int threads) {
+    const runtime::KernelCall call;
+    quantized::pack_int4(reinterpret_cast<const uint8_t*>(stored), stride, bytes,
+                         reinterpret_cast<uint8_t*>(values), n, row_bytes, threads);
+  });
   m.def("interleave", [](int bits, uintptr_t values, uintptr_t scales, uintptr_t zeros, int64_t n,
                          int64_t row_bytes, int64_t groups, int64_t panel_rows, int threads) {
     const runtime::KernelCall call;

@@ -17,6 +17,26 @@ constexpr int64_t kPieceWeights = 1 << 17;
 // Bytes of values in a piece of panels. Interleaving them takes about 30 µs.
 constexpr int64_t kPiecePanelBytes = 128 << 10;
 
+// Bytes of stored values in a piece. The matrix may be in memory that the kernel clears when it is
+// first written, by huge pages. Threads that write to the same one would each clear it.
+constexpr int64_t kPieceStoredBytes = 2 << 20;
+
+// Writes a block whose values are in order, two in a byte, as Weight stores it.
+void pack_block(const uint8_t* from, uint8_t* to) {
+  const __m128i low = _mm_set1_epi8(0x0f);
+  const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + 1);
+  // Quarters 0 and 2 of the block go into low bits, quarters 1 and 3 into high bits.
+  const __m128i first = _mm_unpacklo_epi64(a, b), second = _mm_unpackhi_epi64(a, b);
+  const __m128i even =
+      _mm_or_si128(_mm_and_si128(first, low), _mm_slli_epi16(_mm_and_si128(second, low), 4));
+  const __m128i odd = _mm_or_si128(_mm_and_si128(_mm_srli_epi16(first, 4), low),
+                                   _mm_andnot_si128(low, second));
+  const __m128i left = _mm_unpacklo_epi8(even, odd), right = _mm_unpackhi_epi8(even, odd);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_unpacklo_epi8(left, right));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to) + 1, _mm_unpackhi_epi8(left, right));
+}
+
 // Copies rows of a panel to `to`, with the bytes of each block in the order of panels: those of its
 // first 32 values, then those of its last.
 void copy_halves(const uint8_t* from, int64_t bytes, uint8_t* to) {
@@ -75,6 +95,25 @@ int64_t quantize(const Quantization& q, int threads) {
     }
   });
   return first_bad < q.n ? first_bad.load() : -1;
+}
+
+void pack_int4(const uint8_t* stored, ptrdiff_t stride, int64_t bytes, uint8_t* values, int64_t n,
+               int64_t row_bytes, int threads) {
+  if (n <= 0 || row_bytes <= 0) return;
+  constexpr int64_t kBlockBytes = kBlock / 2;
+  const int64_t whole = bytes / kBlockBytes * kBlockBytes;
+  const int64_t each = std::max<int64_t>(1, kPieceStoredBytes / row_bytes);
+  runtime::share_out(threads, ceil_div(n, each), [&](int64_t piece) {
+    for (int64_t row = piece * each; row < std::min(n, (piece + 1) * each); ++row) {
+      const uint8_t* const from = stored + row * stride;
+      uint8_t* const to = values + row * row_bytes;
+      for (int64_t i = 0; i < whole; i += kBlockBytes) pack_block(from + i, to + i);
+      if (whole == row_bytes) continue;
+      uint8_t last[kBlockBytes] = {};
+      std::memcpy(last, from + whole, size_t(bytes - whole));
+      pack_block(last, to + whole);
+    }
+  });
 }
 
 void interleave(int bits, uint8_t* values, float* scales, int8_t* zeros, int64_t n,

@@ -40,6 +40,11 @@ constexpr int kRefits = 2;
 // large to be quantized, or -1. The result is then undefined.
 int64_t quantize(const Quantization& quantization, int threads);
 
+// Packs int4 whose values are in order, two in a byte, the first in its low bits, as a matrix in
+// rows. stored: n rows of `bytes` bytes, `stride` bytes apart; their last block may be incomplete.
+void pack_int4(const uint8_t* stored, ptrdiff_t stride, int64_t bytes, uint8_t* values, int64_t n,
+               int64_t row_bytes, int threads);
+
 // Rearranges a matrix in rows into panels, in place (see Weight, and dynamic.h for int8).
 // row_bytes, groups: of a row. zeros: or null. panel_rows: kPanelRows, or kTilePanelRows.
 void interleave(int bits, uint8_t* values, float* scales, int8_t* zeros, int64_t n,

@@ -818,7 +818,10 @@ def test_pictures_of_one_size_are_encoded_once_at_the_start(
 ) -> None:
     folder = make_checkpoint(family, checkpoint, tmp_path / "model")
     encoder = VisionEncoder(folder, 1)
-    encode, calls = encoder.encode, []
-    monkeypatch.setattr(encoder, "encode", lambda *args: calls.append(args) or encode(*args))
-    check_encoder(encoder, load_config(folder), folder)
-    assert len(calls) == encoded
+    encode, threads = encoder.encode, []
+    monkeypatch.setattr(
+        encoder, "encode", lambda *args: threads.append(torch.get_num_threads()) or encode(*args)
+    )
+    check_encoder(encoder, load_config(folder), folder, threads=2)
+    assert threads == [2] * encoded
+    assert torch.get_num_threads() == 1

@@ -202,7 +202,8 @@ def test_the_scheduler_is_pure() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["engine.scheduler", "structured.worker", "vision.decode_worker"]
+    "module",
+    ["engine.scheduler", "structured.worker", "vision.decode_worker", "serving.vision_encoder"],
 )
 def test_importing_the_scheduler_or_a_process_of_many_does_not_load_torch(module: str) -> None:
     code = f"import sys, vlora.{module}; print('torch' in sys.modules)"

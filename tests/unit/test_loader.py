@@ -20,6 +20,7 @@ from vlora.errors import InvalidArgument
 from vlora.kernels.formats import Format
 from vlora.kernels.quantize import quantize
 from vlora.kernels.quantized import QuantizedWeight, allocate, dequantize
+from vlora.model import weight_files
 from vlora.model.checkpoint import ReusedMemory, declared_weights
 from vlora.model.decoder_config import load_config
 from vlora.model.loader import DecoderWeights, adapter_shape, load_weights, stored_lm_head
@@ -420,3 +421,27 @@ def test_matrices_are_read_one_after_another_into_the_same_memory(tmp_path: Path
         assert torch.equal(tensor, expected)
         addresses.add(tensor.data_ptr())
     assert len(addresses) == 1
+
+
+def test_weights_are_read_ahead_up_to_a_limit_without_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readv, read = os.readv, []
+    monkeypatch.setattr(os, "readv", lambda *args: read.append(readv(*args)) or read[-1])
+    at_once = weight_files.READ_AT_ONCE
+    for name, size in (("a", 2 * at_once), ("b", at_once + 1)):
+        (tmp_path / f"{name}.safetensors").write_bytes(bytes(size))
+    for limit, expected in (
+        (9 * at_once, [at_once, at_once, 0, at_once, 1, 0]),
+        (2 * at_once, [at_once, at_once]),
+        (1, [at_once]),
+        (0, []),
+    ):
+        read.clear()
+        weight_files.read_ahead(tmp_path, limit)
+        assert read == expected
+    weight_files.read_ahead(tmp_path / "missing", at_once)
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe" / "a.safetensors")
+    weight_files.read_ahead(tmp_path / "pipe", at_once)
+    assert read == [0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import queue
 import secrets
 import signal
 import subprocess
@@ -21,7 +22,7 @@ import pytest
 from tests.support.polling import until
 from vlora import draining
 from vlora.errors import ServerError
-from vlora.launcher import gateway_process
+from vlora.launcher import gateway_process, server
 from vlora.launcher.gateway_process import GatewayProcess
 from vlora.launcher.guard import guarded
 from vlora.launcher.processes import children, end, ended_with, how_it_ended, is_alive, start_tied
@@ -394,3 +395,18 @@ def test_relative_paths_in_arguments_of_triton_start_at_the_working_folder_of_th
         *(f"--grpc-server-cert={here}/a.crt", "--grpc-server-key", f"{here}/b.key"),
         *(f"--trace-config=t,file={here}/c", *kept),
     ]
+
+
+def test_the_weights_of_the_served_model_are_read_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: queue.Queue[Path] = queue.Queue()
+    monkeypatch.setattr(server, "read_ahead", lambda folder, limit: read.put(folder))
+    version = tmp_path / "lmm" / "1"
+    version.mkdir(parents=True)
+    server.begin_to_read(tmp_path, {})  # The models report that there is no `model.json`.
+    (version / "model.json").write_text('{"model": "own"}')
+    server.begin_to_read(tmp_path, {})
+    assert read.get(timeout=10) == version / "own"
+    server.begin_to_read(tmp_path, {"VLORA_MODEL": str(tmp_path / "other")})
+    assert read.get(timeout=10) == tmp_path / "other"

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vlora import native
+from vlora import backends, native
 from vlora.kernels import reference
 from vlora.kernels.formats import ACTIVATION_GROUP, BLOCK, Format
 from vlora.kernels.ops import Matrix
@@ -96,15 +96,17 @@ class QuantizedWeight:
             two in a byte, the first in its low bits.
         """
         assert not self.panel_rows
-        rows, row_bytes = self.values.shape
-        if packed.shape[1] < row_bytes:
-            packed = torch.nn.functional.pad(packed, (0, row_bytes - packed.shape[1]))
-        if self.format.bits == 8:
-            self.values.copy_(packed)
-            return
-        step = max(1, COPIED_AT_ONCE // row_bytes)
-        for first in range(0, rows, step):
-            in_blocks(packed[first : first + step], self.values[first : first + step])
+        if self.format.bits == 4 and backends.backend_of("kernels") != "reference":
+            packed = packed if packed.stride(1) == 1 else packed.contiguous()
+            source = (packed.data_ptr(), packed.stride(0), packed.shape[1])
+            target = (self.values.data_ptr(), *self.values.shape)
+            native.kernels().quantized.pack_int4(*source, *target, torch.get_num_threads())
+        elif self.format.bits == 4:
+            values = torch.stack((packed & 15, packed >> 4), dim=2).flatten(1)
+            self.values.copy_(pack(values, 4))
+        else:
+            self.values[:, : packed.shape[1]].copy_(packed)
+            self.values[:, packed.shape[1] :].zero_()
 
     def fill(
         self, values: torch.Tensor | None, scales: torch.Tensor, zeros: torch.Tensor | None
@@ -160,23 +162,8 @@ def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.stack((low, high), dim=-1).view(rows, -1)
 
 
-def in_blocks(packed: torch.Tensor, into: torch.Tensor) -> None:
-    """Write whole blocks of int4, in order as in `copy_values`, as `pack` stores them.
-
-    packed, into: [rows, row_bytes] uint8, contiguous.
-    """
-    # Each quarter of a block, 16 values, is one integer of 64 bits.
-    quarters = packed.view(torch.int64).view(-1, 4).numpy().T
-    low = np.int64(0x0F0F0F0F0F0F0F0F)
-    # Strided assignments of numpy take less than half the time of torch's.
-    result = into.view(-1, 4).numpy()
-    for byte, (first, second) in enumerate((quarters[:2], quarters[2:])):
-        result[:, byte] = (first & low | (second & low) << 4).view(np.uint8)  # even values
-        result[:, 2 + byte] = (first >> 4 & low | second & ~low).view(np.uint8)  # odd values
-
-
 def in_order(blocks: torch.Tensor) -> torch.Tensor:
-    """Return whole blocks of int4 in order, the inverse of `in_blocks`."""
+    """Return whole blocks of int4 in order, as `QuantizedWeight.copy_values` takes them."""
     packed, low = torch.empty_like(blocks), np.int64(0x0F0F0F0F0F0F0F0F)
     step = max(1, COPIED_AT_ONCE // blocks.shape[1])
     for first in range(0, len(blocks), step):

@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import re
 import subprocess
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,14 +21,15 @@ from typing import Any
 import psutil
 
 from vlora import draining, net, server_run
-from vlora.config import ADAPTERS_VARIABLE, MODEL_VARIABLE
-from vlora.errors import ServerError
+from vlora.config import ADAPTERS_VARIABLE, MODEL_VARIABLE, load_options
+from vlora.errors import InvalidArgument, ServerError
 from vlora.interpreters import python_environment
 from vlora.launcher import processes, run_folder, server_log
 from vlora.launcher.assembly import Assembly, assemble
 from vlora.launcher.guard import guarded
 from vlora.launcher.repository import STANDARD_OUTPUT, ServerOptions, copy_with_overrides
 from vlora.model.folder_checks import gpu_count
+from vlora.model.weight_files import read_ahead
 
 # Time until the first report about the progress of the start. It doubles with each report.
 REPORT_SECONDS = 5.0
@@ -148,6 +150,7 @@ class TritonServer(Addressed):
         environment = self._environment(assembly)
         # Triton's interpreters import from the working folder, which others must not have filled.
         self._process = processes.start_tied(command, environment, log, self._folder)
+        begin_to_read(repository, environment)
 
     def wait_ready(self, report: Report | None = None) -> None:
         """Wait until all models are READY.
@@ -308,6 +311,18 @@ class TritonServer(Addressed):
             return net.get(f"http://{self.http_url}{path}", seconds=5, direct=True)
         except OSError:
             return None
+
+
+def begin_to_read(repository: Path, environment: Mapping[str, str]) -> None:
+    """Read the model's weights into the page cache on a thread.
+
+    The models' processes import modules for seconds before they read, while the disk would be idle.
+    """
+    with suppress(InvalidArgument):  # The models say what is wrong with their options.
+        model = load_options(repository / "lmm" / "1" / "model.json", environment).model
+        # More could push out of the cache what the models have not read yet.
+        limit = psutil.virtual_memory().available // 2
+        threading.Thread(target=read_ahead, args=[model, limit], daemon=True).start()
 
 
 def with_absolute_paths(arguments: Sequence[str]) -> list[str]:

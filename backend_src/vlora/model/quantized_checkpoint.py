@@ -137,9 +137,10 @@ def _compressed(parts: Parts, stored: StoredQuantization, where: str) -> StoredM
             values = values if stored.bits == 4 else values.bitwise_xor_(middle)
     if scales.ndim < 2 or len(scales) == 1:  # There is one scale for all outputs.
         scales = scales.reshape(1, 1).expand(len(values), 1)
-    zeros = torch.full(scales.shape, middle, dtype=torch.int32)
     if stored.form.zeros:
         zeros = unpack(_part(parts, "weight_zero_point", torch.int32, where).T, 4).T[: len(values)]
+    else:
+        zeros = torch.full(scales.shape, middle, dtype=torch.int32)
     return StoredMatrix(values, scales, zeros, groups)
 
 

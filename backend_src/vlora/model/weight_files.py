@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from contextlib import suppress
@@ -20,6 +21,10 @@ LFS_HEADER = b"version https://git-lfs"
 LFS_HINT = "; it is a pointer of Git LFS: fetch the file itself with `git lfs pull`"
 # Name of one of several weight files: prefix, number, `-of-`, number of files, suffix.
 NUMBERED = re.compile(r"(.*-)(\d+)(-of-)(\d+)(\.safetensors)")
+
+# Number of bytes that are read ahead by one call. `posix_fadvise` would fill the disk's queue, in
+# which the programs and modules that are being loaded would wait.
+READ_AT_ONCE = 1 << 20
 
 
 def check_files(folder: Path) -> None:
@@ -58,6 +63,23 @@ def indexed_weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InvalidArgument(f"model: {index} cannot be read: {error!r}") from error
     return sorted(set(listed.values())), listed
+
+
+def read_ahead(folder: Path, limit: int) -> None:
+    """Read the folder's first weight files, about `limit` bytes, into the kernel's page cache.
+
+    This takes as long as the disk does. It ends at a file that cannot be read, without an error.
+    """
+    buffer = bytearray(READ_AT_ONCE)
+    with suppress(InvalidArgument, OSError):
+        for file in weight_files(folder):
+            # Without O_NONBLOCK, opening a pipe could wait forever.
+            descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            try:
+                while limit > 0 and (count := os.readv(descriptor, [buffer])):
+                    limit -= count
+            finally:
+                os.close(descriptor)
 
 
 def open_weights(file: Path, framework: str = "pt") -> Any:

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vlora.config import Limits
 from vlora.errors import (
@@ -47,10 +47,12 @@ from vlora.serving.codec import (
 from vlora.serving.responder import as_vlora_error
 from vlora.serving.service import ServedRequest, Service
 from vlora.serving.tensors import Inputs, Tensors, bytes_of, strings
-from vlora.vision.adapters import VisionPart
 from vlora.vision.decoding import ImageDecoder
 from vlora.vision.features import EncodedImages, EncoderService, ReadyImage, RequestImages
 from vlora.vision.images import ImageRequest, check_images
+
+if TYPE_CHECKING:  # Processes that only call the encoder do without torch.
+    from vlora.vision.adapters import VisionPart
 
 log = logging.getLogger(__name__)
 

@@ -26,12 +26,12 @@ from vlora.errors import Internal, VLoraError, prompt_too_long
 from vlora.metrics import EncoderCounters
 from vlora.request import Clip, FloatArray, IntArray
 from vlora.sampling import AS_CHECKPOINT, MediaOptions
-from vlora.vision.adapters import VisionPart
 from vlora.vision.images import DecodedImage, PictureSize, stacked, without_pixels
 from vlora.vision.pictures import ByteArray
 from vlora.vision.video import VideoSampling
 
 if TYPE_CHECKING:
+    from vlora.vision.adapters import VisionPart
     from vlora.vision.encoder import PreparedImage, TextOnlyEncoder, VisionEncoder
     from vlora.vision.families.base import Pixels
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from vlora.errors import InvalidArgument, OutOfMemory, in_one_line
 from vlora.model.decoder_config import DecoderConfig
@@ -20,15 +21,26 @@ WIDE, NARROW = (48, 144), (144, 48)
 
 
 def check_encoder(
-    encoder: VisionEncoder | TextOnlyEncoder, config: DecoderConfig, folder: Path
+    encoder: VisionEncoder | TextOnlyEncoder, config: DecoderConfig, folder: Path, threads: int = 1
 ) -> None:
     """Encode a wide picture, a narrow one, and a clip of two frames, unless the same work is done.
+
+    threads: number of torch's threads meanwhile. The engine is not computing yet.
 
     Raises InvalidArgument, which names the folder, if one fails or has features that the decoder
     cannot take.
     """
     if isinstance(encoder, TextOnlyEncoder):
         return
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        _encode_pictures(encoder, config, folder)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _encode_pictures(encoder: VisionEncoder, config: DecoderConfig, folder: Path) -> None:
     service = EncoderService(encoder, FeatureCache(0))
     known: list[dict[str, object]] = []
     for name, images in (

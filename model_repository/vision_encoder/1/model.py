@@ -35,7 +35,8 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         self._process = TritonProcess(args)
         options = options_of_instance(self._process.options, args)
-        threads = cores.split_threads(options).encoder
+        split = cores.split_threads(options)
+        threads = split.encoder
         decoder = ImageDecoder(options.limits, max(MIN_DECODERS, threads))
         encoder = open_encoder(
             options.model,
@@ -44,7 +45,7 @@ class TritonPythonModel:
             open_device(options.device, options.encoder_memory_share),
         )
         config = load_config(options.model)
-        check_encoder(encoder, config, options.model)
+        check_encoder(encoder, config, options.model, split.engine)
         service = EncoderService(
             encoder,
             FeatureCache(options.feature_cache_bytes),

@@ -238,6 +238,21 @@ def test_rows_of_zeros_and_of_tiny_and_huge_values_are_multiplied(
         assert (error <= relative * (rows.abs().double() @ exact.abs().T) + 1e-33).all()
 
 
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("depth", [1, 2, 31, 64, 100, 128, 4129])
+@pytest.mark.parametrize("rows", [1, 7, 16, 301])
+def test_stored_int4_is_packed_as_its_values(backend: Backend, rows: int, depth: int) -> None:
+    values = torch.randint(16, (rows, -(-depth // 2) * 2))
+    stored = (values[:, ::2] | values[:, 1::2] << 4).to(torch.uint8)
+    wider = torch.nn.functional.pad(stored, (0, 3), value=255)  # Its rows are not adjacent.
+    for packed in (stored, wider[:, :-3], stored.T.contiguous().T):
+        weight = allocate(Format(4, 32), rows, depth, torch.float32)
+        weight.values.fill_(255)
+        with backends.override("kernels", backend):
+            weight.copy_values(packed)
+        assert torch.equal(weight.values, quantized.pack(values, 4))
+
+
 @compiled
 @pytest.mark.parametrize("panel_rows", [8, 16])
 @pytest.mark.parametrize("form", INT4, ids=lambda form: form.name)
