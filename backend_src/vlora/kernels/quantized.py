@@ -93,9 +93,17 @@ class QuantizedWeight:
         """Write the values of a matrix that is not in panels yet.
 
         packed: [d_out, d_in · bits / 8] uint8, values in stored order; those of int4 are unsigned,
-            two in a byte, the first in its low bits.
+            two in a byte, the first in its low bits. Padding may be missing.
+
+        Raises ValueError for another type or shape.
         """
         assert not self.panel_rows
+        rows, row_bytes = self.values.shape
+        if packed.dtype != torch.uint8 or len(packed) != rows or packed.shape[1] > row_bytes:
+            raise ValueError(
+                f"packed {tuple(packed.shape)} {packed.dtype} must be uint8 with {rows} rows of at"
+                f" most {row_bytes}"
+            )
         if self.format.bits == 4 and backends.backend_of("kernels") != "reference":
             packed = packed if packed.stride(1) == 1 else packed.contiguous()
             source = (packed.data_ptr(), packed.stride(0), packed.shape[1])

@@ -251,6 +251,9 @@ def test_stored_int4_is_packed_as_its_values(backend: Backend, rows: int, depth:
         with backends.override("kernels", backend):
             weight.copy_values(packed)
         assert torch.equal(weight.values, quantized.pack(values, 4))
+    for packed in (stored[1:], wider.expand(rows, -1).repeat(1, 40), stored.char()):
+        with pytest.raises(ValueError, match="must be uint8"):
+            weight.copy_values(packed)
 
 
 @compiled
