@@ -91,6 +91,7 @@ def measure(
     try:
         server.open(lambda line: typer.echo(line, err=True))
         seconds = time.monotonic() - started
+        typer.echo(f"ready after {seconds:.1f} s; asking now, for minutes on a CPU", err=True)
         names = ("lmm", "vision_encoder")
         loaded = {name: memory_mib(server.models[name]) for name in names}
         answer = ask_all(server.grpc_url)

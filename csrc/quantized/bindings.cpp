@@ -48,6 +48,7 @@ void bind_quantized(py::module_& m) {
           });
         });
   m.attr("DYNAMIC_GROUP") = quantized::kDynamicGroup;
+  m.def("multiplies_bytes", &quantized::multiplies_bytes);
   m.def("multiply_dynamic",
         [](uintptr_t y, ptrdiff_t y_stride, uintptr_t x, ptrdiff_t x_stride, int64_t rows, int bits,
            uintptr_t values, uintptr_t scales, uintptr_t zeros, int64_t n, int64_t k,

@@ -24,8 +24,12 @@ const DynamicKernels& current_kernels(int64_t rows) {
 runtime::Isa isa_of_bytes() {
   using runtime::Isa;
   const Isa isa = runtime::isa(Dtype::kBf16);
-  if (isa > Isa::kAvx2) return __builtin_cpu_supports("avx512vnni") ? Isa::kAvx512 : Isa::kAvx2;
+  if (isa > Isa::kAvx2) return multiplies_bytes() ? Isa::kAvx512 : Isa::kAvx2;
   return isa == Isa::kTwin ? Isa::kScalar : isa;
+}
+
+bool multiplies_bytes() {
+  return runtime::isa(Dtype::kBf16) > runtime::Isa::kAvx2 && __builtin_cpu_supports("avx512vnni");
 }
 
 void multiply_dynamic(const Product& p, int threads) {

@@ -53,8 +53,11 @@ inline int64_t dynamic_tile_begin(const Product& p, const DynamicRows& x, int64_
 // W is int8 with one scale for each output, in panels of kDynamicPanel rows.
 void multiply_dynamic(const Product& product, int threads);
 
-// Returns the instruction set whose vectors multiply bytes in the kernels in use: AVX-512 with VNNI
-// if the CPU has both. AVX2 widens bytes to 16 bits.
+// Returns whether the instruction set in use multiplies bytes as fast as it could (VNNI). Other
+// CPUs widen them to 16 bits.
+bool multiplies_bytes();
+
+// Returns the instruction set whose vectors multiply bytes in the kernels in use.
 runtime::Isa isa_of_bytes();
 
 // Runs the loop of `peak` of the kernels in use once on each thread. Returns the operations done.

@@ -88,7 +88,7 @@ def load_weights(
         slab = WeightSlab(config.layers, config.target_shapes, dtype, device)
     else:
         slab = QuantizedSlab(config.layers, config.target_shapes, quantization, dtype)
-        if quantization.dynamic and (reason := why_dynamic_is_slower(dtype)):
+        if quantization.dynamic and (reason := why_dynamic_is_slower(quantization, dtype)):
             faster = f"'quantization' = 'int{quantization.bits}'"
             logger.warning("%s would be faster on this CPU: %s", faster, reason)
     head = _quantized_head(config, quantization, dtype)

@@ -15,6 +15,7 @@ import torch
 from tests.support.atmm_problems import BF16, compiled
 from tests.support.drawing import cases_of
 from vlora import backends, native
+from vlora.atmm import tiles
 from vlora.backends import Backend
 from vlora.kernels import formats, quantized
 from vlora.kernels.formats import Format
@@ -507,14 +508,14 @@ def test_groups_of_the_largest_integers_are_exact(backend: Backend, form: Format
 
 @compiled
 def test_the_log_says_where_quantized_activations_are_slower(
-    checkpoint: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(native.kernels().runtime, "isa", lambda *_: "amx")
-    config = load_config(checkpoint)
-    load_weights(checkpoint, config, quantization=DYNAMIC)
-    assert not caplog.text
-    load_weights(checkpoint, config, torch.bfloat16, quantization=DYNAMIC)
-    assert "'int8' would be faster on this CPU: attention and LoRA use AMX only" in caplog.text
+    for name in {"scalar", "avx2"} & {*tiles.isas("bf16")}:
+        caplog.clear()
+        with tiles.isa(name):
+            load_weights(checkpoint, load_config(checkpoint), quantization=DYNAMIC)
+        warned = "'int8' would be faster on this CPU: it has no AVX-512 VNNI" in caplog.text
+        assert warned == (name == "scalar")
 
 
 @compiled
