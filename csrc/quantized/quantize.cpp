@@ -30,8 +30,8 @@ void pack_block(const uint8_t* from, uint8_t* to) {
   const __m128i first = _mm_unpacklo_epi64(a, b), second = _mm_unpackhi_epi64(a, b);
   const __m128i even =
       _mm_or_si128(_mm_and_si128(first, low), _mm_slli_epi16(_mm_and_si128(second, low), 4));
-  const __m128i odd = _mm_or_si128(_mm_and_si128(_mm_srli_epi16(first, 4), low),
-                                   _mm_andnot_si128(low, second));
+  const __m128i odd =
+      _mm_or_si128(_mm_and_si128(_mm_srli_epi16(first, 4), low), _mm_andnot_si128(low, second));
   const __m128i left = _mm_unpacklo_epi8(even, odd), right = _mm_unpackhi_epi8(even, odd);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_unpacklo_epi8(left, right));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to) + 1, _mm_unpackhi_epi8(left, right));
