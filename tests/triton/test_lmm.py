@@ -305,15 +305,15 @@ def test_cancelling_an_unknown_id_succeeds_and_a_short_id_is_rejected(ask: Asker
 
 
 def test_a_second_running_request_with_the_same_long_id_is_rejected(ask: Asker) -> None:
-    client_id = uuid.uuid4().hex
-    question = {"text_input": "hello", "sampling_parameters": LONG, "id": client_id}
+    question = {"text_input": "hello", "sampling_parameters": LONG}
 
     def error_of_second(model: str, call: Callable[..., object]) -> str:
         """Ask twice; return the error. On a busy machine the first request may have ended."""
-        with ask.streaming("lmm", stream=True, **question) as responses:
+        client_id = uuid.uuid4().hex
+        with ask.streaming("lmm", stream=True, id=client_id, **question) as responses:
             next(responses)
             try:
-                call(model, **question)
+                call(model, id=client_id, **question)
             except Refused as error:
                 return error.message
         return ""
