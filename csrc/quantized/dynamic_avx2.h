@@ -18,7 +18,7 @@ struct Bytes {
   static constexpr int64_t kLineBytes = 2 * kBlock;
   static constexpr bool kAddsOffsets = false;
   static constexpr int kParts = 2;  // of pairs: registers hold the sums and one part of W and x
-  // One row takes Zen 3 about 0.95 of the time with 1024, and 0.9 of that with 4096.
+  // On Zen 3, one row takes 0.95 of the time that it takes with 1024, and 0.9 of that with 4096.
   static constexpr int64_t kAhead = 2048;  // see bytes_ahead
   struct Weights {
     __m256i half[2];  // of 8 outputs each

@@ -28,11 +28,10 @@ constexpr int kMaxGroup = 128;
 // int8: the largest absolute value of a group becomes 127.
 //
 // int4: the range between the extremes of a group, or without zeros the one around 0 that contains
-// it, is divided into 15 steps. Then the zero and the
-// scale with the smallest squared error for the rounded values are computed, and the values are
-// rounded again, kRefits times. The fit starts from the extremes times each of kRanges, and the
-// result with the smaller squared error is used. vlora/kernels/quantize.py is the same in
-// plain torch.
+// it, is divided into 15 steps. Then the zero and the scale with the smallest squared error for the
+// rounded values are computed, and the values are rounded again, kRefits times. The fit starts from
+// the extremes times each of kRanges, and the result with the smaller squared error is used.
+// vlora/kernels/quantize.py is the same in plain torch.
 constexpr float kRanges[] = {1.0f, 0.9f};
 constexpr int kRefits = 2;
 

@@ -101,7 +101,7 @@ class Proxy:
         return str(self.begin(adapter, size, **options).result(timeout=60).id)
 
     def server_within(self, seconds: float) -> str | None:
-        """Return the name of the server that answers a request in this time, or None."""
+        """Send a request. Return the name of the server that answers it in time, or None."""
         try:
             return self.ask(None, timeout=seconds)
         except grpc.RpcError:

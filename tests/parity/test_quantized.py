@@ -104,7 +104,7 @@ DYNAMIC: dict[str, tuple[Layout, str | None]] = {
 
 
 def save_outliers(checkpoint: Path, folder: Path) -> PreTrainedModel:
-    """Save a decoder some of whose activations are much larger than the others, as in real ones."""
+    """Save a decoder in which some activations are much larger than others, as in real models."""
     model = save_decoder(checkpoint, folder, hidden_size=256, intermediate_size=512)
     for name, parameter in model.named_parameters():
         if "norm" in name:
@@ -217,10 +217,10 @@ def test_options_that_do_not_fit_a_quantized_checkpoint_are_refused_before_a_ser
     save_decoder(checkpoint, tmp_path)
     quantize_checkpoint(tmp_path, LAYOUTS[layout])
     check_folder(tmp_path)
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(InvalidArgument, match=message):
         check_folder(tmp_path, Options(**options))
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1
     with pytest.raises(InvalidArgument, match=message):
         Engine(Options(model=tmp_path, **options))
     if "quantization_group_size" not in options:

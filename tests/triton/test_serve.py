@@ -163,7 +163,7 @@ def test_serve_restarts_a_crashed_server_and_drains_on_sigterm(folders: list[str
             with asker.streaming("lmm", **question) as responses:
                 first = next(responses)
                 with ExitStack() as waiting:
-                    # The server does not end before it has refused the others.
+                    # These keep the server running until all models have refused a request.
                     for _ in range(8):
                         waiting.enter_context(asker.streaming("lmm", **question))
                     process.send_signal(signal.SIGTERM)

@@ -69,7 +69,7 @@ def imports_of(path: Path) -> set[str]:
 
 
 def module_graph() -> dict[str, set[str]]:
-    """Return the modules of the tree that each module imports, also for types and in functions."""
+    """Return the modules of the tree that each module imports, even for types or in a function."""
     paths = [(top, path) for top in ("backend_src", *WINGS) for path in (TOP / top).rglob("*.py")]
     parsed = {}
     for top, path in paths:

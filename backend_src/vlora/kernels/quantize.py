@@ -24,7 +24,7 @@ REFITS = 2
 QUANTIZED_AT_ONCE = 1 << 17
 # Values 0 … 15, [rows, groups, group], and scales and zeros, [rows, groups].
 Int4Groups = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-# Function that returns the nearest zeros that can be stored.
+# Function that rounds the zeros of groups to values that can be stored.
 Storable = Callable[[torch.Tensor], torch.Tensor]
 
 

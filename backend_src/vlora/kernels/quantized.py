@@ -214,8 +214,8 @@ def why_dynamic_is_slower(form: Format, dtype: torch.dtype) -> str | None:
         return None
     if dtype == torch.bfloat16 and kernels.runtime.isa("bf16") == "amx":
         return "attention and LoRA use AMX only without quantized activations"
-    # Without VNNI, bytes of int8 are widened to 16 bits, but not those of int4. AVX2 multiplies
-    # them at 1.5 times the rate of its floats. Floats of AVX-512 are faster than that.
+    # Without VNNI, the kernels of int8 multiply integers of 16 bits by AVX2. That is 1.5 times as
+    # fast as floats by AVX2, but slower than floats by AVX-512. Those of int4 multiply bytes.
     slow = form.bits == 8 and not kernels.quantized.multiplies_bytes()
     return "it has no AVX-512 VNNI" if slow and kernels.runtime.isa("bf16") != "avx2" else None
 
